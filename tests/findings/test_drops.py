@@ -130,7 +130,7 @@ class TestLines:
         first, second, *_ = find(log_training(tmp_path, broken=True))
         assert first.title.startswith("It worked, then it broke: the return rose from")
         assert (first.kind, first.rank, first.round) == ("drop", "wrong", 31)
-        assert second.title == "Before it broke, in round 29: the divergence is 3, after 0.015 in the median round"
+        assert second.title == "Before it broke, in round 29: the divergence is 3, after 0.015 in the rounds before"
         assert (second.kind, second.rank, second.round) == ("drop", "wrong", 29)
 
     def test_a_leap_alone_has_no_line(self, tmp_path: Path) -> None:

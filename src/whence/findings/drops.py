@@ -28,8 +28,8 @@ LEAST_DEPTH = 1 / 3
 WINDOW = 5
 """Rounds before a drop in which something may have been unusual."""
 
-EARLIER = 8
-"""Rounds before it that a number is compared with, at least."""
+EARLIER, RECENT = 8, 12
+"""Rounds before it that a number is compared with, at least and at most: a policy begins with other numbers."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def split_in_two(values: Numbers) -> int:
 
 
 class Change(NamedTuple):
-    """A number of a round that is beyond what it was in all rounds before.
+    """A number of a round that is beyond what it was in the rounds before.
 
     Attributes:
         series: the number.
@@ -135,11 +135,12 @@ def measure_changes(history: History, places: range) -> dict[str, Change]:
         values, around = scale(series), np.stack(columns[_name_scale(series)])
         levels = LEVELS[series.kind](series.values) if series.kind in LEVELS else None
         for place in places:
-            known = np.isfinite(values[:place])
-            if known.sum() < EARLIER or not np.isfinite(values[place]):
+            before = np.arange(max(0, place - RECENT), place)
+            before = before[np.isfinite(values[before])]
+            if len(before) < EARLIER or not np.isfinite(values[place]):
                 continue
-            usual, value = float(np.median(series.values[:place][known])), float(series.values[place])
-            size = _measure_beyond(values[place], values[:place][known], around[:, :place][:, known], series.kind)
+            usual, value = float(np.median(series.values[before])), float(series.values[place])
+            size = _measure_beyond(values[place], values[before], around[:, before], series.kind)
             sizes = {series.kind: size, f"{series.kind}{ITSELF}": 0.0 if levels is None else float(levels[place])}
             for kind, each in sizes.items():
                 if (kind == series.kind or levels is not None) and (kind not in changes or each > changes[kind].size):
@@ -244,7 +245,7 @@ _ADVICE: Mapping[str, str] = {
 def describe_change(change: Change, number: int, drop: Drop) -> tuple[str, str]:
     """Return what was unusual in round `number`, in a line, and what to do."""
     when = f"Before it broke, in round {number}" if change.place < drop.place else f"As it broke, in round {number}"
-    title = f"{when}: {change.series.words} is {change.value:.3g}, after {change.usual:.3g} in the median round"
+    title = f"{when}: {change.series.words} is {change.value:.3g}, after {change.usual:.3g} in the rounds before"
     return title, _ADVICE.get(change.series.kind.removesuffix(ITSELF), "Look at that round: `whence view`.")
 
 
@@ -254,7 +255,7 @@ def say_distance(change: Change) -> str:
         is_size = kind.removesuffix(ITSELF) in ("divergence", "clipped share")
         return "It is" if is_size else "Its distance from the first round's is"
     times = f"{change.size:,.0f}" if change.size >= 10 else f"{change.size:.2g}"
-    return f"It is beyond all rounds before by {times} times their range,"
+    return f"It is beyond the rounds before by {times} times their range,"
 
 
 def find_records(run: RunDirectory, history: History, change: Change) -> tuple[int, ...]:

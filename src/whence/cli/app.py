@@ -42,7 +42,7 @@ COMMANDS = _list_commands(
     report="report_command:report",
     list="list_command:list_",
     prove="prove_command:prove",
-    again="again_command:again",
+    again="prove_command:again",
 )
 LLM_COMMANDS = _list_commands(
     train="train_command:train_language", compare="train_command:compare_language", score="llm_score_command:score"

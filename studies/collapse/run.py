@@ -57,7 +57,7 @@ def main(runs: Runs = Path("out/collapse"), only: Only = "", workers: Workers = 
     """Train what is not there yet."""
     jobs = [(name, seed) for name, world in WORLDS.items() for seed in SEEDS[world.kind] if name.startswith(only)]
     order = {"planted": 0, "natural": 1, "healthy": 2}
-    jobs.sort(key=lambda job: (job[1], order[WORLDS[job[0]].kind]))
+    jobs.sort(key=lambda job: (order[WORLDS[job[0]].kind], job[1]))
     run_jobs(train, jobs, runs.resolve(), workers=workers)
 
 

@@ -78,7 +78,12 @@ WORLDS: Mapping[str, World] = {
         "natural",
         settings={"learning_rate": 1e-3, "clip_range": 100.0, "max_grad_norm": 1e9, "n_epochs": 20},
     ),
-    "acrobot-3e-2": World("Acrobot-v1", 120_000, "natural", copies=4, settings={"learning_rate": 3e-2}),
+    "acrobot-1e-2": World("Acrobot-v1", 120_000, "natural", copies=4, settings={"learning_rate": 1e-2, "n_epochs": 30}),
+    "frozenlake-3e-2": World("FrozenLake-v1", 80_000, "natural", copies=4, settings={"learning_rate": 3e-2}),
+    "double-pendulum-1e-2": World(
+        "InvertedDoublePendulum-v5", 100_000, "natural", copies=4, settings={"learning_rate": 1e-2}
+    ),
+    "walker2d-1e-2": World("Walker2d-v5", 120_000, "natural", normalises=True, settings={"learning_rate": 1e-2}),
     "minigrid-optimum": World(
         "MiniGrid-Empty-5x5-v0", 200_000, "natural", copies=4, settings={**_MINIGRID, "learning_rate": 3e-3}
     ),
@@ -103,15 +108,10 @@ WORLDS: Mapping[str, World] = {
         copies=4,
         settings={"use_sde": True, "sde_sample_freq": 4, "learning_rate": 1e-2, "gamma": 0.9},
     ),
-    "walker-sde": World(
-        "BipedalWalker-v3",
-        200_000,
-        "natural",
-        copies=8,
-        normalises=True,
-        settings={"use_sde": True, "learning_rate": 3e-3, "ent_coef": 0.01},
+    "hopper-sde": World(
+        "Hopper-v5", 120_000, "natural", normalises=True, settings={"use_sde": True, "learning_rate": 5e-3}
     ),
-    "cartpole-outliers": World("CartPole-v1", 120_000, "natural", "rare outliers", settings={"learning_rate": 1e-3}),
+    "cartpole-outliers": World("CartPole-v1", 120_000, "natural", "rare outliers", settings={"learning_rate": 3e-3}),
     "cartpole-curriculum": World("CartPole-v1", 120_000, "natural", "curriculum", settings={"learning_rate": 1e-3}),
     # Something changes at 60% of the training.
     "planted-rate": World(
@@ -177,7 +177,7 @@ class Changed(gym.Wrapper[Any, Any, Any, Any]):
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.count += 1
         self.total += float(reward)
-        if self.change == "rare outliers" and self.generator.random() < 2e-5:
+        if self.change == "rare outliers" and self.generator.random() < 2e-4:
             reward = -1e4
         if self.change == "outliers" and self.is_changed and self.generator.random() < 2e-3:
             reward = -1e4

@@ -2,11 +2,15 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import polars as pl
+from scipy.stats import spearmanr, ttest_ind
 
-from whence.findings.finding import Finding
+from whence.findings.finding import CHANCE, Finding, Rank, say_chance
+from whence.findings.trainer_options import OPTIONS, Options, name_trainer
 
 log = logging.getLogger("whence")
 
@@ -19,13 +23,25 @@ _MOST_NATS_PER_TOKEN = 1.0
 _LENGTH = 20.0
 """Tokens of a response where its length was not logged."""
 
-_REMEDY = (
-    "raise the KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`, and look at what the reward pays "
-    "for."
-)
+_LEAST_ROUNDS, _LEAST_EVALUATIONS = 8, 6
+"""Rounds whose first quarter is compared with the last, and evaluations that may fall."""
+
+_MAY_RISE = 0.05
+"""The chance of rewards that differ so far, below which they rise: then longer or shorter responses are no fault."""
+
+_FLAT = 0.95
+_LEAST_FALL = 0.1
+"""Of an evaluation, or of what the reward rises by: less is not worth a line."""
+
+_GAP = "sampler_difference"
+_SAMPLER, _OTHER_POLICY = 0.1, 0.5
+"""Nats a token. Published runs in bfloat16 whose sampler has the trainer's weights have 0.001 to 0.04."""
+
+_REMEDY = "raise {kl}, lower {rate}, and look at what the reward pays for."
 """What to do if a language model finds a trick."""
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 
 class _Rule(NamedTuple):
@@ -33,26 +49,30 @@ class _Rule(NamedTuple):
 
     Attributes:
         column: what it reads; of a loss, the entropy.
-        is_met: whether a round shows it, by its value, the first round's, and the length of responses, 0 if unknown.
-        title, evidence, advice: with `value`, `first`, and the `rounds` between them.
-        select: returns the rounds that are looked at.
+        judge: returns how a round shows it, by its value, the first round's, and its row; True: it is wrong.
+        title, evidence, advice: with `value`, `first`, the `rounds` between them, the row, and a trainer's options.
+        select: returns the rounds that are looked at, or others made of these.
+        least: rounds that it needs.
     """
 
     column: str
-    is_met: Callable[[float, float, float], bool]
+    judge: Callable[[float, float, Row], bool | Rank | None]
     title: str
     evidence: str
     advice: str
     select: Callable[[Rows], Rows] = lambda rows: rows
+    least: int = 1
 
 
-def give_advice(metrics: pl.DataFrame) -> dict[str, Finding]:
+def give_advice(metrics: pl.DataFrame, trainer: str = "") -> dict[str, Finding]:
     """Return what a run's rounds show, by the names of the rules, in the order of the rounds that show it first.
 
     Args:
-        metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
+        metrics: one row a round: a run directory's table of that name, or also what its records hold, see
+            `measure_rounds`. A rule says nothing if its columns are missing.
+        trainer: of a language model, by whose options advice names what to change.
     """
-    return _apply_rules(metrics.to_dicts())
+    return _apply_rules(_RULES | RESPONSES, metrics.to_dicts(), trainer)
 
 
 def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -> None:
@@ -63,28 +83,87 @@ def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -
     """
     if len(metrics) % max(1, len(metrics) // 50):
         return
-    for name, finding in _apply_rules(metrics).items():
+    for name, finding in _apply_rules(_RULES, metrics, name_trainer(config)).items():
         if name not in logged:
             logged.add(name)
             log.warning("round %d: %s. %s %s", finding.round, finding.title, finding.evidence, finding.advice)
 
 
-def _apply_rules(rows: Rows) -> dict[str, Finding]:
-    first = {name: one for name, rule in _RULES.items() if (one := _apply(rule, rows)) is not None}
+def _apply_rules(rules: Mapping[str, _Rule], rows: Rows, trainer: str) -> dict[str, Finding]:
+    options = OPTIONS.get(trainer, Options())
+    first = {name: one for name, rule in rules.items() if (one := _apply(rule, rows, options)) is not None}
     return dict(sorted(first.items(), key=lambda pair: pair[1].round or 0))
 
 
-def _apply(rule: _Rule, rows: Rows) -> Finding | None:
+def _apply(rule: _Rule, rows: Rows, options: Options) -> Finding | None:
     """Return what a rule says of the first round that shows it."""
     sign = -1 if rule.column.endswith("loss") else 1
-    rows = [row for row in rule.select(rows) if row.get(rule.column) is not None]
+    is_enough = sum(row.get(rule.column) is not None for row in rows) >= rule.least
+    rows = [row for row in rule.select(rows) if row.get(rule.column) is not None] if is_enough else []
     for row in rows:
         value, first = (sign * one[rule.column] for one in (row, rows[0]))
-        if rule.is_met(value, first, row.get("length") or 0.0):
-            words = {"value": value, "first": first, "rounds": row["round"] - rows[0]["round"]}
+        if rank := rule.judge(value, first, row):
+            words = {**options._asdict(), **row, "value": value, "first": first}
+            words["rounds"] = row["round"] - rows[0]["round"]
             title, evidence, advice = (text.format(**words) for text in (rule.title, rule.evidence, rule.advice))
-            return Finding("setting", title, evidence, advice, round=row["round"])
+            ids = tuple(row.get(f"{rule.column}_ids") or ())
+            rank = "wrong" if rank is True else rank
+            return Finding("setting", title, evidence, advice, rank, row.get("p"), row["round"], ids)
     return None
+
+
+def _compare_ends(name: str, rows: Rows) -> Rows:
+    """Return a column's means in the first quarter of the rounds and in the last, and what the reward does there."""
+    rows = [row for row in rows if row.get(name) is not None]
+    parts = [[rows[place] for place in part] for part in np.array_split(np.arange(len(rows)), 4)[::3]]
+    rewards = [[row["reward"] for row in part if row.get("reward") is not None] for part in parts]
+    rises = min(map(len, rewards)) > 1 and np.ptp(np.concatenate(rewards)) > 0
+    rises = rises and ttest_ind(*rewards, equal_var=False, alternative="less").pvalue <= _MAY_RISE
+    words = "From rounds {} to {} to rounds {} to {}".format(*(part[at]["round"] for part in parts for at in (0, -1)))
+    words += ", the reward goes from {:.3g} to {:.3g}.".format(*map(np.mean, rewards)) if all(rewards) else "."
+    last = {"round": parts[1][0]["round"], "reward_rises": rises, "words": words, "sides": ""}
+    last["lowest"] = min(row[name] for row in rows[len(rows) // 2 :])
+    for column, side in (("equal_best", "highest"), ("equal_worst", "lowest")):
+        if known := [row[column] for row in parts[1] if row.get(column) is not None]:
+            last[column] = float(np.mean(known))
+            last["sides"] += f" In {last[column]:.0%} of all groups each reward is the {side} of the run."
+    last[f"{name}_ids"] = next((ids for row in reversed(rows) if (ids := row.get(f"{name}_ids"))), ())
+    first, last[name] = (float(np.mean([row[name] for row in part])) for part in parts)
+    return [{"round": rows[0]["round"], name: first}, last]
+
+
+def _find_falling_evaluation(rows: Rows) -> Rows:
+    """Return a row of how an evaluation falls while the reward rises, from some quarter of its rounds on; or none."""
+    tests, rewards = (
+        np.array([(row["round"], row[name]) for row in rows if row.get(name) is not None]).reshape(-1, 2)
+        for name in ("test_return", "reward")
+    )
+    error = max(row.get("standard_error") or 0.0 for row in rows)
+    for start in (part[0, 0] for part in np.array_split(tests, 4)[:3]):
+        test, reward = (each[each[:, 0] >= start] for each in (tests, rewards))
+        if any(len(each) < _LEAST_EVALUATIONS or np.ptp(each[:, 1]) == 0 for each in (test, reward)):
+            continue
+        p = max(spearmanr(*test.T, alternative="less").pvalue, spearmanr(*reward.T, alternative="greater").pvalue)
+        thirds = (np.array_split(each[:, 1], 3)[::2] for each in (test, reward))
+        (high, low), (before, after) = ([float(part.mean()) for part in pair] for pair in thirds)
+        if 3 * p <= CHANCE and high - low >= max(_LEAST_FALL * max(abs(high), after - before), 3 * error):
+            words = {"high": high, "before": before, "after": after, "p": 3 * p, "chance": say_chance(3 * p)}
+            return [{"round": int(start), "test_return": low, **words}]
+    return []
+
+
+def _choose_sampler(rows: Rows) -> Rows:
+    """Return the row with the median difference; of rollouts that one checkpoint scored, with the least."""
+    known = sorted((row for row in rows if row.get(_GAP) is not None), key=lambda row: row[_GAP])
+    is_scored = any(row.get("is_scored") for row in known)
+    tokens = {"tokens": "", **({"whose": "checkpoint"} if is_scored else {"whose": "trainer"})}
+    row = known[0 if is_scored else len(known) // 2]
+    if row.get("sampler_beyond") is not None:
+        names = ", ".join(map(repr, row["sampler_tokens"]))
+        tokens["tokens"] = (
+            f" {row['sampler_beyond']:.0%} of the tokens differ by more than half a nat, most of all {names}."
+        )
+    return [{**row, **tokens}]
 
 
 def _select_since_selection(rows: Rows) -> Rows:
@@ -94,45 +173,138 @@ def _select_since_selection(rows: Rows) -> Rows:
     return known[max(0, start - 1) : start + 1 + _WINDOW]
 
 
-RESPONSES = {
+_ROUNDS = {
     "divergence from the start model": _Rule(
         "kl",
-        lambda value, first, length: value > _MOST_NATS_PER_TOKEN * (length or _LENGTH),
+        lambda value, first, row: value > _MOST_NATS_PER_TOKEN * (row.get("length") or _LENGTH),
         "The divergence from the start model is {value:.3g} nats a response",
         "The start model would hardly ever write such text, so this one may earn its reward by a trick.",
-        f"Read the responses; {_REMEDY}",
+        "Read the responses; " + _REMEDY,
     ),
     "entropy of the tokens": _Rule(
         "train/entropy_loss",
-        lambda value, first, length: length > 0 and value < 0.05 * first,
+        lambda value, first, row: (row.get("length") or 0.0) > 0 and value < 0.05 * first,
         "The entropy of the model's tokens fell from {first:.3g} in the first round to {value:.3g}",
         "It writes nearly the same tokens whatever is drawn, so rounds teach it little more.",
-        f"If the responses are right and differ with the prompt, stop training. If they repeat a word, {_REMEDY}",
+        "If the responses are right and differ with the prompt, stop training. If they repeat a word, " + _REMEDY,
     ),
     "ends of responses": _Rule(
         "ended_share",
-        lambda value, first, length: first >= 0.5 and value < 0.1 * first,
+        lambda value, first, row: first >= 0.5 and value < 0.1 * first,
         "Of the responses {value:.0%} end before the length limit, {first:.0%} did in the first round",
         "The model runs on, often by repeating itself.",
-        f"Read the responses. Raise PPO's `missing_eos_penalty`, or {_REMEDY}",
+        "Read the responses; {cut}, or " + _REMEDY,
     ),
     "dropped responses": _Rule(
         "dropped_share",
-        lambda value, first, length: value >= 0.95,
+        lambda value, first, row: value >= 0.95,
         "{value:.0%} of the records were dropped",
         "The rest is a small sample, and its gradient is noisy.",
         "Lower `drop`, or use a rule with a bounded share, such as IIF.",
     ),
 }
-"""The rules on a language model, by the names of what they look at."""
+"""The rules on a language model's rounds, by the names of what they look at."""
 
-_RULES = RESPONSES | {
+_RULES = _ROUNDS | {
     "entropy since the first selection": _Rule(
         "train/entropy_loss",
-        lambda value, first, length: value < 0.5 * first,
+        lambda value, first, row: value < 0.5 * first,
         "The policy's entropy fell from {first:.3g} to {value:.3g} in the {rounds} rounds since records are dropped",
         "The rule may drop the records that explore.",
         "Add warm-up rounds, lower `drop`, or raise `ent_coef`.",
         _select_since_selection,
     ),
 }
+
+
+def _judge_groups(value: float, first: float, row: Row) -> Rank | None:
+    if value < _FLAT:
+        return None
+    return "wrong" if row.get("lowest") == 1 and row.get("equal_best", 0.0) < 0.5 else "unusual"
+
+
+def _judge_length(value: float, first: float, row: Row) -> Rank | None:
+    low, high = sorted((value, first))
+    return "unusual" if high >= max(2 * low, low + 8) and row.get("reward_rises") is False else None
+
+
+def _judge_sampler(value: float, first: float, row: Row) -> Rank | None:
+    if value <= _SAMPLER:
+        return None
+    return "wrong" if value > _OTHER_POLICY and row["whose"] == "trainer" else "unusual"
+
+
+RESPONSES = _ROUNDS | {
+    "groups without signal": _Rule(
+        "equal_groups",
+        _judge_groups,
+        "{value:.0%} of the groups have equal rewards since round {round}",
+        "Their advantages are 0, so they teach nothing.{sides} In the first rounds it was {first:.0%}.",
+        "If all are right: stop, or take harder prompts. If all are wrong: easier ones, a finer reward, or {flat}.",
+        partial(_compare_ends, "equal_groups"),
+        16,
+    ),
+    "prompts of a group": _Rule(
+        "mixed_groups",
+        lambda value, first, row: value > 0,
+        "{value:.0f} groups of round {round} hold responses to several prompts",
+        "An advantage compares a response with its group, so easier prompts are rewarded, and not better answers.",
+        "Give each prompt an id of its own, and as many responses next to each other as a group has.",
+    ),
+    "evaluations": _Rule(
+        "test_return",
+        lambda value, first, row: "unusual",
+        "The evaluation falls from {high:.3g} to {value:.3g} since round {round}, while the reward rises",
+        "The training reward goes from {before:.3g} to {after:.3g}. {chance}",
+        "Take a checkpoint from before; " + _REMEDY,
+        _find_falling_evaluation,
+        _LEAST_EVALUATIONS,
+    ),
+    "sampler and trainer": _Rule(
+        _GAP,
+        _judge_sampler,
+        "The sampler's log-probs differ from the {whose}'s by {value:.2g} nats a token",
+        "That is the mean of round {round}.{tokens} Published runs whose sampler has the trainer's weights have at most "
+        "0.04.",
+        "Compare both at equal weights: temperature, top-p, precision, chat template, and when the sampler gets new "
+        "weights; {sampler}.",
+        _choose_sampler,
+    ),
+    "responses cut from the start": _Rule(
+        "ended_share",
+        lambda value, first, row: "unusual" if max(value, first) <= 0.5 else None,
+        "Only {first:.0%} of the responses end before the limit in the first rounds, and {value:.0%} in the last",
+        "What is cut has no answer that a reward could see. {words}",
+        "If responses should end by themselves: {cut}.",
+        partial(_compare_ends, "ended_share"),
+        _LEAST_ROUNDS,
+    ),
+    "length of responses": _Rule(
+        "length",
+        _judge_length,
+        "Responses go from {first:.0f} to {value:.0f} tokens, and the reward does not rise",
+        "So their length is not what earns it. {words}",
+        "Read responses of the last rounds; see whether the loss or the reward favours their length.",
+        partial(_compare_ends, "length"),
+        _LEAST_ROUNDS,
+    ),
+    "entropy that rises": _Rule(
+        "train/entropy_loss",
+        lambda value, first, row: "unusual" if value >= max(3 * first, first + 0.5) else None,
+        "The entropy of the model's tokens rises from {first:.3g} to {value:.3g} nats",
+        "It writes more and more at random. {words}",
+        "Lower {rate} or an entropy bonus, raise {kl}, and see that sampler and trainer agree.",
+        partial(_compare_ends, "train/entropy_loss"),
+        _LEAST_ROUNDS,
+    ),
+    "repeated text": _Rule(
+        "repeated",
+        lambda value, first, row: "unusual" if value >= max(0.2, min(0.5, first + 0.15)) else None,
+        "{value:.0%} of the long responses repeat themselves, {first:.0%} did in the first rounds",
+        "More than half of their sequences of four tokens are there before. {words}",
+        "Read them; " + _REMEDY,
+        partial(_compare_ends, "repeated"),
+        _LEAST_ROUNDS,
+    ),
+}
+"""All rules on a language model's run, of which the further ones need a whole run."""

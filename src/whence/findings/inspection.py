@@ -46,6 +46,7 @@ _PRECURSORS = 3
 _REWARDS = "rewards that rise while another falls"
 
 _NO_RECORDS = "logs hold no records"
+_UNKNOWN: Outcome = "could not be looked at"
 
 
 def measure(evidence: Evidence) -> dict[str, Sight]:
@@ -92,7 +93,7 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
 
 def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
-    metrics = run.metrics if isinstance(run, Logs) else _join_rounds(run)
+    metrics = _join_rows(run.metrics) if isinstance(run, Logs) else _join_rounds(run)
     try:
         if isinstance(run, Logs):
             raise CannotTellError(_NO_RECORDS)
@@ -104,15 +105,15 @@ def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
     checks += [Check(name, one.rank, one.title, one) for name, one in advice.items()]
     for name, rule in ((name, rule) for name, rule in RESPONSES.items() if name not in advice):
         rounds = metrics[rule.column].count() if rule.column in metrics.columns else 0
-        text = f"nothing is seen in {rounds:,} rounds"
-        if rounds < rule.least:
-            text = (
-                f"because fewer than {rule.least} rounds have it"
-                if rounds
-                else f"because the run has no `{rule.column}`"
-            )
-        checks += [Check(name, "fine" if rounds >= rule.least else "could not be looked at", text)]
+        reason = f"fewer than {rule.least} rounds have it" if rounds else f"the run has no `{rule.column}`"
+        is_seen, text = rounds >= rule.least, f"nothing is seen in {rounds:,} rounds"
+        checks.append(Check(name, "fine", text) if is_seen else Check(name, _UNKNOWN, f"because {reason}"))
     return sort_checks(checks)
+
+
+def _join_rows(metrics: pl.DataFrame) -> pl.DataFrame:
+    """Return one row of logs a round: evaluations are logged apart."""
+    return metrics.group_by("round", maintain_order=True).agg(pl.all().drop_nulls().last())
 
 
 def _join_rounds(run: RunDirectory) -> pl.DataFrame:
@@ -122,7 +123,7 @@ def _join_rounds(run: RunDirectory) -> pl.DataFrame:
         if len(table) and "round" in metrics.columns:
             table = table.drop({*table.columns} & {*metrics.columns} - {"round"})
             metrics = metrics.join(table, on="round", how="left", maintain_order="left")
-    return metrics
+    return metrics.with_columns(is_scored=pl.lit(value=run.config.get("algorithm") == "scored"))
 
 
 def open_run_or_logs(path: str | Path) -> RunDirectory | Logs:

@@ -1,6 +1,6 @@
 """Figures of a language model's rounds that its records hold: groups without signal, repeated text, the sampler."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,16 +9,15 @@ import polars as pl
 from whence.runs import RunDirectory, read_vocabulary
 
 _ROUNDS, _FIRST = 64, 8
-"""Rounds that are read at most, spread over the run, and of these the first ones that are read without a gap."""
+"""Rounds that are read at most, spread over the run; of these the first ones are read without a gap."""
 
-_TEXTS, _TOKENS = 32, 512
-"""Responses of a round whose repetitions are counted at most, and their last tokens."""
+_TEXTS, _TOKENS, _LEAST_TOKENS = 32, 512, 32
+"""Responses of a round in which repetitions are looked for, tokens at their ends, and what is too short for it."""
 
-_GRAM, _LEAST_TOKENS = 4, 32
-"""The length of a sequence of tokens that repeats, and that of a response in which it is looked for."""
+LOOP = 0.5
+"""Of a response's sequences of four tokens, the share that are there before from which on it repeats itself."""
 
-REPEATS = 0.5
-"""Of the sequences of four tokens in a response, the share that repeat an earlier one from which on it is a loop."""
+Figures = dict[str, Any]
 
 
 def choose_rounds(stored: Sequence[int]) -> list[int]:
@@ -28,96 +27,83 @@ def choose_rounds(stored: Sequence[int]) -> list[int]:
 
 
 def measure_rounds(run: RunDirectory) -> pl.DataFrame:
-    """Return a row for each of a run's rounds that are read: `round`, and as far as records tell it
+    """Return a row for each of a run's rounds that are read, with `round` and what its records tell.
 
     - `equal_groups`: the share of the groups of several responses whose rewards are equal; `equal_best`, `equal_worst`:
-      those that all have the highest reward of these rounds, or the lowest;
+      of those whose rewards all are the highest of these rounds, or the lowest;
     - `mixed_groups`: the number of group ids that several prompts have;
     - `repeated`: the share of long responses that repeat themselves;
-    - `sampler_difference`, `sampler_beyond`: the mean |difference| of a token's log-probs by sampler and trainer, in
-      nats, and the share of tokens beyond half a nat; `sampler_tokens`: the ids that make most of it.
+    - `sampler_difference`: the mean |difference| of a token's log-probs by sampler and trainer, in nats; `tokens`: in
+      words, where it is.
 
     `NAME_ids` are the records that show it.
     """
-    is_named = "group" in (run.config.get("columns") or {})  # by the user, who may mean more than a prompt
-    numbers = choose_rounds(run.rounds())
-    rows = [{"round": n, **_measure(run.round("records", n), is_named=is_named)} for n in numbers]
-    rewards = [reward for row in rows for reward in row.get("range", ())]
-    for row in rows:
-        row.pop("range", None)
-        if (size := row.pop("groups", 0)) and (equal := np.array(row.pop("equal"))) is not None:
-            row["equal_groups"] = len(equal) / size
-            if min(rewards) < max(rewards):
-                row["equal_best"], row["equal_worst"] = (
-                    float((equal == extreme).sum()) / size for extreme in (max(rewards), min(rewards))
-                )
-    if any("sampler_tokens" in row for row in rows) and (texts := read_vocabulary(run.path)):
-        for row in rows:
-            row["sampler_tokens"] = [texts[token] for token in row.get("sampler_tokens", ()) if token < len(texts)]
-    return pl.DataFrame(rows, infer_schema_length=None)
+    rows, groups, texts = list[Figures](), [pl.DataFrame()], read_vocabulary(run.path)
+    for number in choose_rounds(run.rounds()):
+        table = run.round("records", number)
+        rows.append({"round": number, **_find_repeats(table), **_compare_samplers(table, texts)})
+        groups.append(_list_groups(table).with_columns(pl.lit(number, pl.Int64).alias("round")))
+    figures, units = pl.DataFrame(rows, infer_schema_length=None), pl.concat(groups, how="diagonal_relaxed")
+    if len(units):
+        several, is_equal = units.filter(pl.col("size") > 1), pl.col("low") == pl.col("high")
+        sides = {"equal_best": several["high"].max(), "equal_worst": several["low"].min()}
+        sides = sides if several["high"].max() != several["low"].min() else {}
+        parts = {name: (is_equal & (pl.col("low") == side)).mean() for name, side in sides.items()}
+        shares = several.group_by("round").agg(is_equal.mean().alias("equal_groups"), **parts)
+        figures = figures.join(shares, on="round", how="left")
+    # A user who names the column may mean more than a prompt.
+    if "group_id" in units.columns and "group" not in (run.config.get("columns") or {}):
+        is_mixed = pl.col("prompts") > 1
+        ids = (
+            pl.col("ids").filter(is_mixed).list.explode(keep_nulls=False, empty_as_null=False).alias("mixed_groups_ids")
+        )
+        mixed = units.group_by("round").agg(is_mixed.sum().alias("mixed_groups"), ids)
+        figures = figures.join(mixed, on="round", how="left")
+    return figures
 
 
-def _measure(table: pl.DataFrame, *, is_named: bool) -> dict[str, Any]:
-    return _measure_groups(table, is_named=is_named) | _measure_repetition(table) | _measure_sampler(table)
-
-
-def _measure_groups(table: pl.DataFrame, *, is_named: bool) -> dict[str, Any]:
-    unit = "group_id" if "group_id" in table.columns else "prompt"
+def _list_groups(table: pl.DataFrame) -> pl.DataFrame:
+    """Return what the responses to a prompt, or of one group id, have in common."""
+    unit, reward = "group_id" if "group_id" in table.columns else "prompt", pl.col("reward").cast(pl.Float64)
     if not {"prompt", "reward", unit} <= {*table.columns}:
+        return pl.DataFrame()
+    extremes = {"low": reward.fill_nan(None).min(), "high": reward.fill_nan(None).max()}
+    counts = {"size": reward.fill_nan(None).count(), "prompts": pl.col("prompt").n_unique()}
+    return table.group_by(unit, maintain_order=True).agg(pl.col("record_id").alias("ids"), **extremes, **counts)
+
+
+def _find_repeats(table: pl.DataFrame) -> Figures:
+    rows = table[:: max(1, len(table) // _TEXTS)] if "response_ids" in table.columns else pl.DataFrame()
+    shares = {row["record_id"]: measure_repetition(row["response_ids"]) for row in rows.to_dicts()}
+    shares = {number: share for number, share in shares.items() if share is not None}
+    ids = [number for number, share in shares.items() if share >= LOOP]
+    return {"repeated": len(ids) / len(shares), "repeated_ids": ids} if shares else {}
+
+
+def measure_repetition(ids: Sequence[int]) -> float | None:
+    """Return the share of sequences of four tokens that are there before, at a response's end; None: it is short."""
+    tokens = ids[-_TOKENS:]
+    sequences = [*zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False)]
+    return 1 - len({*sequences}) / len(sequences) if len(tokens) >= _LEAST_TOKENS else None
+
+
+def _compare_samplers(table: pl.DataFrame, texts: Sequence[str]) -> Figures:
+    lists = ("response_ids", "token_log_probs", "token_sampler_log_probs")
+    if not {*lists} <= {*table.columns}:
         return {}
-    reward, prompts = pl.col("reward").cast(pl.Float64).fill_nan(None), pl.col("prompt").n_unique()
-    ids = pl.col("record_id").alias("ids")
-    groups = table.group_by(unit, maintain_order=True).agg(
-        ids, reward.min().alias("low"), reward.max().alias("high"), reward.count().alias("size"), prompts.alias("of")
-    )
-    mixed, several = groups.filter(pl.col("of") > 1), groups.filter(pl.col("size") > 1)
-    row: dict[str, Any] = {}
-    if unit == "group_id" and not is_named:
-        row |= {"mixed_groups": len(mixed), "mixed_groups_ids": mixed["ids"].explode().to_list() if len(mixed) else []}
-    if len(several):
-        row["range"] = several["low"].min(), several["high"].max()
-        row |= {"groups": len(several), "equal": several.filter(pl.col("low") == pl.col("high"))["low"].to_list()}
-    return row
-
-
-def _measure_repetition(table: pl.DataFrame) -> dict[str, Any]:
-    if not {"response", "response_ids"} & {*table.columns}:
-        return {}
-    rows = table[np.unique(np.linspace(0, len(table) - 1, min(_TEXTS, len(table))).astype(int))]
-    texts = rows["response_ids"].to_list() if "response_ids" in rows.columns else map(str.split, rows["response"])
-    shares = {
-        number: measure_repetition(text)
-        for number, text in zip(rows["record_id"], texts, strict=True)
-        if text is not None and len(text) >= _LEAST_TOKENS
-    }
-    if not shares:
-        return {}
-    ids = [number for number, share in shares.items() if share >= REPEATS]
-    return {"repeated": len(ids) / len(shares), "repeated_ids": ids}
-
-
-def measure_repetition(tokens: Sequence[Any]) -> float:
-    """Return the share of a response's sequences of four tokens that are there before, among its last tokens."""
-    tokens = tokens[-_TOKENS:]
-    grams = [*zip(*(tokens[place:] for place in range(_GRAM)), strict=False)]
-    return 1 - len({*grams}) / len(grams) if grams else 0.0
-
-
-def _measure_sampler(table: pl.DataFrame) -> Mapping[str, Any]:
-    names = ("token_log_probs", "token_sampler_log_probs")
-    if not {*names, "response_ids"} <= {*table.columns}:
-        return {}
-    lists = pl.col("record_id", "response_ids", *names)
-    tokens = table.select(lists).drop_nulls().explode("response_ids", *names).drop_nulls()
-    tokens = tokens.with_columns(gap=(pl.col(names[0]) - pl.col(names[1])).abs()).filter(pl.col("gap").is_finite())
+    tokens = table.select("record_id", *lists).explode(*lists).drop_nulls()
+    tokens = tokens.with_columns(gap=(pl.col(lists[1]) - pl.col(lists[2])).abs()).filter(pl.col("gap").is_finite())
     if tokens.is_empty():
         return {}
-    by_token, by_record = (
+    ids, records = (
         tokens.group_by(name, maintain_order=True).agg(pl.col("gap").sum()).sort("gap", descending=True)[name]
         for name in ("response_ids", "record_id")
     )
-    means = tokens.select(sampler_difference=pl.col("gap").mean(), sampler_beyond=(pl.col("gap") > 0.5).mean())
-    return means.row(0, named=True) | {
-        "sampler_tokens": by_token[:3].to_list(),
-        "sampler_difference_ids": by_record[:8].to_list(),
+    names = ", ".join(repr(texts[token]) if token < len(texts) else str(token) for token in ids[:3])
+    share = (tokens["gap"] > 0.5).mean()
+    words = f" {share:.0%} of the tokens differ by more than half a nat. Most of it is in the tokens {names}."
+    return {
+        "sampler_difference": tokens["gap"].mean(),
+        "tokens": words,
+        "sampler_difference_ids": records[:8].to_list(),
     }

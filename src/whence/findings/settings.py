@@ -1,15 +1,15 @@
 """Rules that read a run's metrics, while it trains and afterwards: selections that drop too much, collapsed texts."""
 
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import polars as pl
-from scipy.stats import spearmanr, ttest_ind
 
-from whence.findings.finding import CHANCE, Finding, Rank, say_chance
+from whence.findings.finding import Finding, Rank
 from whence.findings.trainer_options import OPTIONS, Options, name_trainer
 
 log = logging.getLogger("whence")
@@ -23,15 +23,13 @@ _MOST_NATS_PER_TOKEN = 1.0
 _LENGTH = 20.0
 """Tokens of a response where its length was not logged."""
 
-_LEAST_ROUNDS, _LEAST_EVALUATIONS = 8, 6
-"""Rounds whose first quarter is compared with the last, and evaluations that may fall."""
+_LEAST_ROUNDS = 8
+"""Rounds whose first quarter is compared with the last."""
 
-_MAY_RISE = 0.05
-"""The chance of rewards that differ so far, below which they rise: then longer or shorter responses are no fault."""
+_SIDES = {"equal_best": "highest", "equal_worst": "lowest"}
 
-_FLAT = 0.95
-_LEAST_FALL = 0.1
-"""Of an evaluation, or of what the reward rises by: less is not worth a line."""
+_FLAT, _LEAST_FALL = 0.95, 0.1
+"""The share of groups without signal, and that of an evaluation that is lost, below which there is no line."""
 
 _GAP = "sampler_difference"
 _SAMPLER, _OTHER_POLICY = 0.1, 0.5
@@ -42,6 +40,7 @@ _REMEDY = "raise {kl}, lower {rate}, and look at what the reward pays for."
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
+Judge = Callable[[float, float, Row], bool | Rank | None]
 
 
 class _Rule(NamedTuple):
@@ -56,7 +55,7 @@ class _Rule(NamedTuple):
     """
 
     column: str
-    judge: Callable[[float, float, Row], bool | Rank | None]
+    judge: Judge
     title: str
     evidence: str
     advice: str
@@ -103,67 +102,48 @@ def _apply(rule: _Rule, rows: Rows, options: Options) -> Finding | None:
     for row in rows:
         value, first = (sign * one[rule.column] for one in (row, rows[0]))
         if rank := rule.judge(value, first, row):
-            words = {**options._asdict(), **row, "value": value, "first": first}
-            words["rounds"] = row["round"] - rows[0]["round"]
-            title, evidence, advice = (text.format(**words) for text in (rule.title, rule.evidence, rule.advice))
-            ids = tuple(row.get(f"{rule.column}_ids") or ())
-            rank = "wrong" if rank is True else rank
-            return Finding("setting", title, evidence, advice, rank, row.get("p"), row["round"], ids)
+            words = {**row, **options._asdict(), "value": value, "first": first}
+            words = defaultdict(str, words | {"rounds": row["round"] - rows[0]["round"]})
+            title, evidence, advice = (text.format_map(words) for text in (rule.title, rule.evidence, rule.advice))
+            rank, ids = "wrong" if rank is True else rank, tuple(row.get(f"{rule.column}_ids") or ())
+            return Finding("setting", title, evidence, advice, rank, None, row["round"], ids)
     return None
 
 
 def _compare_ends(name: str, rows: Rows) -> Rows:
-    """Return a column's means in the first quarter of the rounds and in the last, and what the reward does there."""
+    """Return a column's means in the first quarter of the rounds and in the last, and what the reward does there.
+
+    An evaluation is looked at from its highest value on.
+    """
     rows = [row for row in rows if row.get(name) is not None]
-    parts = [[rows[place] for place in part] for part in np.array_split(np.arange(len(rows)), 4)[::3]]
-    rewards = [[row["reward"] for row in part if row.get("reward") is not None] for part in parts]
-    rises = min(map(len, rewards)) > 1 and np.ptp(np.concatenate(rewards)) > 0
-    rises = rises and ttest_ind(*rewards, equal_var=False, alternative="less").pvalue <= _MAY_RISE
-    words = "From rounds {} to {} to rounds {} to {}".format(*(part[at]["round"] for part in parts for at in (0, -1)))
-    words += ", the reward goes from {:.3g} to {:.3g}.".format(*map(np.mean, rewards)) if all(rewards) else "."
-    last = {"round": parts[1][0]["round"], "reward_rises": rises, "words": words, "sides": ""}
-    last["lowest"] = min(row[name] for row in rows[len(rows) // 2 :])
-    for column, side in (("equal_best", "highest"), ("equal_worst", "lowest")):
-        if known := [row[column] for row in parts[1] if row.get(column) is not None]:
-            last[column] = float(np.mean(known))
-            last["sides"] += f" In {last[column]:.0%} of all groups each reward is the {side} of the run."
+    if name == "test_return":
+        rows = rows[max(range(len(rows)), key=lambda place: rows[place][name]) :]
+    if len(rows) < _LEAST_ROUNDS:
+        return []
+    columns = {key: [row.get(key) for row in rows] for key in ("round", name, "reward", "standard_error", *_SIDES)}
+    table = pl.DataFrame(columns, strict=False)
+    ends = table.head(len(rows) // 4), table.tail(len(rows) // 4)
+    (first, last), (start, since) = (end.mean().row(0, named=True) for end in ends), (end["round"] for end in ends)
+    noise = {
+        key: math.hypot(*((end[key].std() or 0.0) / math.sqrt(len(end)) for end in ends)) for key in (name, "reward")
+    }
+    last["noise"] = max(noise[name], last["standard_error"] or 0.0)
+    if first["reward"] is not None and last["reward"] is not None:
+        last["reward_rises"] = last["reward"] > first["reward"] + 2 * noise["reward"]
+        last["words"] = (
+            f" From rounds {start[0]} to {start[-1]} to rounds {since[0]} to {since[-1]}, the reward goes from "
+        )
+        last["words"] += f"{first['reward']:.3g} to {last['reward']:.3g}."
+    sides = {side: last[key] for key, side in _SIDES.items() if last[key] is not None}
+    last["sides"] = "".join(f" In {share:.0%} all rewards are the {side} of the run." for side, share in sides.items())
     last[f"{name}_ids"] = next((ids for row in reversed(rows) if (ids := row.get(f"{name}_ids"))), ())
-    first, last[name] = (float(np.mean([row[name] for row in part])) for part in parts)
-    return [{"round": rows[0]["round"], name: first}, last]
-
-
-def _find_falling_evaluation(rows: Rows) -> Rows:
-    """Return a row of how an evaluation falls while the reward rises, from some quarter of its rounds on; or none."""
-    tests, rewards = (
-        np.array([(row["round"], row[name]) for row in rows if row.get(name) is not None]).reshape(-1, 2)
-        for name in ("test_return", "reward")
-    )
-    error = max(row.get("standard_error") or 0.0 for row in rows)
-    for start in (part[0, 0] for part in np.array_split(tests, 4)[:3]):
-        test, reward = (each[each[:, 0] >= start] for each in (tests, rewards))
-        if any(len(each) < _LEAST_EVALUATIONS or np.ptp(each[:, 1]) == 0 for each in (test, reward)):
-            continue
-        p = max(spearmanr(*test.T, alternative="less").pvalue, spearmanr(*reward.T, alternative="greater").pvalue)
-        thirds = (np.array_split(each[:, 1], 3)[::2] for each in (test, reward))
-        (high, low), (before, after) = ([float(part.mean()) for part in pair] for pair in thirds)
-        if 3 * p <= CHANCE and high - low >= max(_LEAST_FALL * max(abs(high), after - before), 3 * error):
-            words = {"high": high, "before": before, "after": after, "p": 3 * p, "chance": say_chance(3 * p)}
-            return [{"round": int(start), "test_return": low, **words}]
-    return []
+    return [first | {"round": start[0]}, last | {"round": since[0]}]
 
 
 def _choose_sampler(rows: Rows) -> Rows:
     """Return the row with the median difference; of rollouts that one checkpoint scored, with the least."""
     known = sorted((row for row in rows if row.get(_GAP) is not None), key=lambda row: row[_GAP])
-    is_scored = any(row.get("is_scored") for row in known)
-    tokens = {"tokens": "", **({"whose": "checkpoint"} if is_scored else {"whose": "trainer"})}
-    row = known[0 if is_scored else len(known) // 2]
-    if row.get("sampler_beyond") is not None:
-        names = ", ".join(map(repr, row["sampler_tokens"]))
-        tokens["tokens"] = (
-            f" {row['sampler_beyond']:.0%} of the tokens differ by more than half a nat, most of all {names}."
-        )
-    return [{**row, **tokens}]
+    return [known[0 if known[0].get("is_scored") else len(known) // 2]]
 
 
 def _select_since_selection(rows: Rows) -> Rows:
@@ -220,7 +200,7 @@ _RULES = _ROUNDS | {
 def _judge_groups(value: float, first: float, row: Row) -> Rank | None:
     if value < _FLAT:
         return None
-    return "wrong" if row.get("lowest") == 1 and row.get("equal_best", 0.0) < 0.5 else "unusual"
+    return "wrong" if value == 1 and first >= _FLAT and (row["equal_best"] or 0.0) < 0.5 else "unusual"
 
 
 def _judge_length(value: float, first: float, row: Row) -> Rank | None:
@@ -228,22 +208,23 @@ def _judge_length(value: float, first: float, row: Row) -> Rank | None:
     return "unusual" if high >= max(2 * low, low + 8) and row.get("reward_rises") is False else None
 
 
+def _judge_evaluation(value: float, first: float, row: Row) -> Rank | None:
+    least = max(_LEAST_FALL * abs(first), 3 * row.get("noise", 0.0))
+    return "unusual" if row.get("reward_rises") and first - value > least else None
+
+
 def _judge_sampler(value: float, first: float, row: Row) -> Rank | None:
     if value <= _SAMPLER:
         return None
-    return "wrong" if value > _OTHER_POLICY and row["whose"] == "trainer" else "unusual"
+    return "wrong" if value > _OTHER_POLICY and not row.get("is_scored") else "unusual"
+
+
+def _compare(column: str, judge: Judge, title: str, evidence: str, advice: str) -> _Rule:
+    """Return a rule on the first quarter of the rounds and the last."""
+    return _Rule(column, judge, title, evidence + "{words}", advice, partial(_compare_ends, column), _LEAST_ROUNDS)
 
 
 RESPONSES = _ROUNDS | {
-    "groups without signal": _Rule(
-        "equal_groups",
-        _judge_groups,
-        "{value:.0%} of the groups have equal rewards since round {round}",
-        "Their advantages are 0, so they teach nothing.{sides} In the first rounds it was {first:.0%}.",
-        "If all are right: stop, or take harder prompts. If all are wrong: easier ones, a finer reward, or {flat}.",
-        partial(_compare_ends, "equal_groups"),
-        16,
-    ),
     "prompts of a group": _Rule(
         "mixed_groups",
         lambda value, first, row: value > 0,
@@ -251,60 +232,56 @@ RESPONSES = _ROUNDS | {
         "An advantage compares a response with its group, so easier prompts are rewarded, and not better answers.",
         "Give each prompt an id of its own, and as many responses next to each other as a group has.",
     ),
-    "evaluations": _Rule(
-        "test_return",
-        lambda value, first, row: "unusual",
-        "The evaluation falls from {high:.3g} to {value:.3g} since round {round}, while the reward rises",
-        "The training reward goes from {before:.3g} to {after:.3g}. {chance}",
-        "Take a checkpoint from before; " + _REMEDY,
-        _find_falling_evaluation,
-        _LEAST_EVALUATIONS,
-    ),
     "sampler and trainer": _Rule(
         _GAP,
         _judge_sampler,
-        "The sampler's log-probs differ from the {whose}'s by {value:.2g} nats a token",
-        "That is the mean of round {round}.{tokens} Published runs whose sampler has the trainer's weights have at most "
-        "0.04.",
-        "Compare both at equal weights: temperature, top-p, precision, chat template, and when the sampler gets new "
-        "weights; {sampler}.",
+        "The sampler's log-probs are {value:.2g} nats a token off those of the policy that trains",
+        "That is the mean of round {round}.{tokens} Published runs whose sampler has the weights have at most 0.04.",
+        "Compare both at equal weights (of scored rollouts: at the checkpoint that wrote them): temperature, top-p, "
+        "precision, chat template, and when the sampler gets new weights; {sampler}.",
         _choose_sampler,
     ),
-    "responses cut from the start": _Rule(
+    "groups without signal": _compare(
+        "equal_groups",
+        _judge_groups,
+        "{value:.0%} of the groups have equal rewards since round {round}, {first:.0%} had in the first rounds",
+        "Their advantages are 0, so they teach nothing.{sides}",
+        "If all are right: stop, or take harder prompts. If all are wrong: easier ones, a finer reward, or {flat}.",
+    ),
+    "evaluations": _compare(
+        "test_return",
+        _judge_evaluation,
+        "The evaluation falls from {first:.3g} to {value:.3g}, while the training reward rises",
+        "It falls by more than three times the noise between evaluations.",
+        "Take a checkpoint from before; " + _REMEDY,
+    ),
+    "responses cut from the start": _compare(
         "ended_share",
         lambda value, first, row: "unusual" if max(value, first) <= 0.5 else None,
         "Only {first:.0%} of the responses end before the limit in the first rounds, and {value:.0%} in the last",
-        "What is cut has no answer that a reward could see. {words}",
+        "What is cut has no answer that a reward could see.",
         "If responses should end by themselves: {cut}.",
-        partial(_compare_ends, "ended_share"),
-        _LEAST_ROUNDS,
     ),
-    "length of responses": _Rule(
+    "length of responses": _compare(
         "length",
         _judge_length,
         "Responses go from {first:.0f} to {value:.0f} tokens, and the reward does not rise",
-        "So their length is not what earns it. {words}",
+        "So their length is not what earns it.",
         "Read responses of the last rounds; see whether the loss or the reward favours their length.",
-        partial(_compare_ends, "length"),
-        _LEAST_ROUNDS,
     ),
-    "entropy that rises": _Rule(
+    "entropy that rises": _compare(
         "train/entropy_loss",
         lambda value, first, row: "unusual" if value >= max(3 * first, first + 0.5) else None,
         "The entropy of the model's tokens rises from {first:.3g} to {value:.3g} nats",
-        "It writes more and more at random. {words}",
+        "It writes more and more at random.",
         "Lower {rate} or an entropy bonus, raise {kl}, and see that sampler and trainer agree.",
-        partial(_compare_ends, "train/entropy_loss"),
-        _LEAST_ROUNDS,
     ),
-    "repeated text": _Rule(
+    "repeated text": _compare(
         "repeated",
         lambda value, first, row: "unusual" if value >= max(0.2, min(0.5, first + 0.15)) else None,
         "{value:.0%} of the long responses repeat themselves, {first:.0%} did in the first rounds",
-        "More than half of their sequences of four tokens are there before. {words}",
+        "More than half of their sequences of four tokens are there before.",
         "Read them; " + _REMEDY,
-        partial(_compare_ends, "repeated"),
-        _LEAST_ROUNDS,
     ),
 }
-"""All rules on a language model's run, of which the further ones need a whole run."""
+"""All rules on a language model's run: further ones need a whole run."""

@@ -267,7 +267,10 @@ def list_signals(
     return series + [pl.Series(name, v.tolist(), dtype=pl.Float64).fill_nan(None) for name, v in numbers.items()]
 
 
-_MEANS = {"tokens": "length", "ended": "ended_share", "divergence": "kl", "clip_share": "train/clip_fraction"}
+_MEANS = {
+    **{"tokens": "length", "ended": "ended_share", "divergence": "kl", "clip_share": "train/clip_fraction"},
+    "sampler_difference": "sampler_difference",
+}
 """Metrics of rounds that are means of columns of other names."""
 
 

@@ -56,3 +56,18 @@ def test_what_rises_alone_is_named_with_its_round_and_responses(changes, title):
 )
 def test_a_sound_run_gets_no_line(changes):
     assert find_gamed_rewards(make_run(**changes)) == []
+
+
+def make_early_run(seed: int, right: Any, grader: Any) -> Any:
+    """A run of 16 groups of 8 a round, whose prompts differ in how hard they are."""
+    generator = np.random.default_rng(seed)
+
+    def make_round(number: int) -> pl.DataFrame:
+        shift = generator.normal(size=16).repeat(8)
+        odds = {name: np.log(chance / (1 - chance)) + shift for name, chance in right(number, grader).items()}
+        paid = {name: (generator.random(128) < 1 / (1 + np.exp(-each))).astype(float) for name, each in odds.items()}
+        ids = {"record_id": np.arange(128) + 128 * number, "group_id": np.arange(16).repeat(8), "prompt": "p"}
+        return pl.DataFrame({**ids, "advantage": generator.normal(size=128), **paid})
+
+    rounds = {number: make_round(number) for number in range(1, 17)}
+    return SimpleNamespace(rounds=lambda: [*rounds], round=lambda kind, number: rounds[number])

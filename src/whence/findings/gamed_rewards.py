@@ -185,7 +185,7 @@ def _describe(table: pl.DataFrame, rounds: Int[np.ndarray, " r"], pair: _Pair) -
     return Finding(
         "reward",
         f"`{rises}` rises while `{falls}` {'stays low' if pair.stays else 'falls'}, since about round {onset}",
-        f"From rounds {first[0]} to {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
+        f"From {f'rounds {first[0]} to' if len(first) > 1 else 'round'} {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
         f"{high:.2g} and `{falls}` from {before:.2g} to {after:.2g}. "
         f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have more than {much:.3g} of "
         f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p)}",

@@ -100,7 +100,7 @@ def _apply(rule: _Rule, rows: Rows, options: Options) -> Finding | None:
     is_enough = sum(row.get(rule.column) is not None for row in rows) >= rule.least
     rows = [row for row in rule.select(rows) if row.get(rule.column) is not None] if is_enough else []
     for row in rows:
-        value, first = (sign * one[rule.column] for one in (row, rows[0]))
+        value, first = (sign * each for each in (row[rule.column], row.get("first", rows[0][rule.column])))
         if rank := rule.judge(value, first, row):
             words = {**row, **options._asdict(), "value": value, "first": first}
             words = defaultdict(str, words | {"rounds": row["round"] - rows[0]["round"]})
@@ -111,7 +111,7 @@ def _apply(rule: _Rule, rows: Rows, options: Options) -> Finding | None:
 
 
 def _compare_ends(name: str, rows: Rows) -> Rows:
-    """Return a column's means in the first quarter of the rounds and in the last, and what the reward does there.
+    """Return a row of a column's mean in the last quarter of the rounds, that in the first, and what the reward does.
 
     An evaluation is looked at from its highest value on.
     """
@@ -137,7 +137,7 @@ def _compare_ends(name: str, rows: Rows) -> Rows:
     sides = {side: last[key] for key, side in _SIDES.items() if last[key] is not None}
     last["sides"] = "".join(f" In {share:.0%} all rewards are the {side} of the run." for side, share in sides.items())
     last[f"{name}_ids"] = next((ids for row in reversed(rows) if (ids := row.get(f"{name}_ids"))), ())
-    return [first | {"round": start[0]}, last | {"round": since[0]}]
+    return [{**last, "first": first[name], "round": since[0]}]
 
 
 def _choose_sampler(rows: Rows) -> Rows:

@@ -90,7 +90,7 @@ def plant_sampler(number: int, columns: Columns, row: Columns) -> None:
 
 
 def plant_cut(number: int, columns: Columns, row: Columns) -> None:
-    row["ended_share"] = 0.3
+    row["ended_share"] = 0.2
 
 
 def plant_length(number: int, columns: Columns, row: Columns) -> None:
@@ -117,7 +117,7 @@ PLANTS: list[tuple[Plant, str, str, str]] = [
     (plant_shuffled_ids, "prompts of a group", "wrong", "4 groups of round 5 hold responses to several prompts"),
     (plant_loops, "repeated text", "unusual", "50% of the long responses repeat themselves, 0% did"),
     (plant_sampler, "sampler and trainer", "wrong", "are 0.8 nats a token off"),
-    (plant_cut, "responses cut from the start", "unusual", "Only 30% of the responses end before the limit"),
+    (plant_cut, "responses cut from the start", "unusual", "Only 20% of the responses end before the limit"),
     (plant_length, "length of responses", "unusual", "from 65 to 185 tokens, and the reward does not rise"),
     (plant_short, "length of responses", "unusual", "from 35 to 11 tokens, and the reward does not rise"),
     (plant_entropy, "entropy that rises", "unusual", "The entropy of the model's tokens rises from 1.78 to 6.37"),

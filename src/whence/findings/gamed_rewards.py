@@ -182,10 +182,11 @@ def _describe(table: pl.DataFrame, rounds: Int[np.ndarray, " r"], pair: _Pair) -
     by = [name for name in (pair.rises, "advantage") if name in rows.columns]
     rows = rows.sort(*by, descending=True, nulls_last=True)
     rises, falls = (name.partition(".")[2] or name for name in (pair.rises, pair.falls))
+    beginning = f"rounds {first[0]} to {first[-1]}" if len(first) > 1 else f"round {first[0]}"
     return Finding(
         "reward",
         f"`{rises}` rises while `{falls}` {'stays low' if pair.stays else 'falls'}, since about round {onset}",
-        f"From {f'rounds {first[0]} to' if len(first) > 1 else 'round'} {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
+        f"From {beginning} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
         f"{high:.2g} and `{falls}` from {before:.2g} to {after:.2g}. "
         f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have more than {much:.3g} of "
         f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p)}",

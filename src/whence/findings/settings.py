@@ -257,7 +257,7 @@ RESPONSES = _ROUNDS | {
     ),
     "responses cut from the start": _compare(
         "ended_share",
-        lambda value, first, row: "unusual" if max(value, first) <= 0.5 else None,
+        lambda value, first, row: "unusual" if first <= 0.5 and value <= 0.25 else None,
         "Only {first:.0%} of the responses end before the limit in the first rounds, and {value:.0%} in the last",
         "What is cut has no answer that a reward could see.",
         "If responses should end by themselves: {cut}.",

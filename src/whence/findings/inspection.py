@@ -46,7 +46,6 @@ _PRECURSORS = 3
 _REWARDS = "rewards that rise while another falls"
 
 _NO_RECORDS = "logs hold no records"
-_UNKNOWN: Outcome = "could not be looked at"
 
 
 def measure(evidence: Evidence) -> dict[str, Sight]:
@@ -93,7 +92,7 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
 
 def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
-    metrics = _join_rows(run.metrics) if isinstance(run, Logs) else _join_rounds(run)
+    metrics = run.metrics if isinstance(run, Logs) else _join_rounds(run)
     try:
         if isinstance(run, Logs):
             raise CannotTellError(_NO_RECORDS)
@@ -107,13 +106,9 @@ def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
         rounds = metrics[rule.column].count() if rule.column in metrics.columns else 0
         reason = f"fewer than {rule.least} rounds have it" if rounds else f"the run has no `{rule.column}`"
         is_seen, text = rounds >= rule.least, f"nothing is seen in {rounds:,} rounds"
-        checks.append(Check(name, "fine", text) if is_seen else Check(name, _UNKNOWN, f"because {reason}"))
+        outcome: Outcome = "fine" if is_seen else "could not be looked at"
+        checks.append(Check(name, outcome, text if is_seen else f"because {reason}"))
     return sort_checks(checks)
-
-
-def _join_rows(metrics: pl.DataFrame) -> pl.DataFrame:
-    """Return one row of logs a round: evaluations are logged apart."""
-    return metrics.group_by("round", maintain_order=True).agg(pl.all().drop_nulls().last())
 
 
 def _join_rounds(run: RunDirectory) -> pl.DataFrame:
@@ -123,7 +118,7 @@ def _join_rounds(run: RunDirectory) -> pl.DataFrame:
         if len(table) and "round" in metrics.columns:
             table = table.drop({*table.columns} & {*metrics.columns} - {"round"})
             metrics = metrics.join(table, on="round", how="left", maintain_order="left")
-    return metrics.with_columns(is_scored=pl.lit(value=run.config.get("algorithm") == "scored"))
+    return metrics
 
 
 def open_run_or_logs(path: str | Path) -> RunDirectory | Logs:

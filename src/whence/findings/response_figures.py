@@ -36,40 +36,33 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
     - `sampler_difference`: the mean |difference| of a token's log-probs by sampler and trainer, in nats; `tokens`: in
       words, where it is.
 
-    `NAME_ids` are the records that show it.
+    `NAME_ids` are the records that show it; `is_scored`: one checkpoint scored the rollouts of all rounds.
     """
-    rows, groups, texts = list[Figures](), [pl.DataFrame()], read_vocabulary(run.path)
+    texts, is_scored = read_vocabulary(run.path), run.config.get("algorithm") == "scored"
+    rows, groups = list[Figures](), list[pl.DataFrame]()
     for number in choose_rounds(run.rounds()):
-        table = run.round("records", number)
-        rows.append({"round": number, **_find_repeats(table), **_compare_samplers(table, texts)})
-        groups.append(_list_groups(table).with_columns(pl.lit(number, pl.Int64).alias("round")))
-    figures, units = pl.DataFrame(rows, infer_schema_length=None), pl.concat(groups, how="diagonal_relaxed")
-    if len(units):
-        several, is_equal = units.filter(pl.col("size") > 1), pl.col("low") == pl.col("high")
-        sides = {"equal_best": several["high"].max(), "equal_worst": several["low"].min()}
-        sides = sides if several["high"].max() != several["low"].min() else {}
-        parts = {name: (is_equal & (pl.col("low") == side)).mean() for name, side in sides.items()}
-        shares = several.group_by("round").agg(is_equal.mean().alias("equal_groups"), **parts)
-        figures = figures.join(shares, on="round", how="left")
-    # A user who names the column may mean more than a prompt.
-    if "group_id" in units.columns and "group" not in (run.config.get("columns") or {}):
-        is_mixed = pl.col("prompts") > 1
-        ids = (
-            pl.col("ids").filter(is_mixed).list.explode(keep_nulls=False, empty_as_null=False).alias("mixed_groups_ids")
+        table = run.round("records", number).with_columns(pl.lit(number, pl.Int64).alias("round"))
+        rows.append(
+            {"round": number, "is_scored": is_scored, **_find_repeats(table), **_compare_samplers(table, texts)}
         )
-        mixed = units.group_by("round").agg(is_mixed.sum().alias("mixed_groups"), ids)
-        figures = figures.join(mixed, on="round", how="left")
-    return figures
-
-
-def _list_groups(table: pl.DataFrame) -> pl.DataFrame:
-    """Return what the responses to a prompt, or of one group id, have in common."""
-    unit, reward = "group_id" if "group_id" in table.columns else "prompt", pl.col("reward").cast(pl.Float64)
-    if not {"prompt", "reward", unit} <= {*table.columns}:
-        return pl.DataFrame()
-    extremes = {"low": reward.fill_nan(None).min(), "high": reward.fill_nan(None).max()}
-    counts = {"size": reward.fill_nan(None).count(), "prompts": pl.col("prompt").n_unique()}
-    return table.group_by(unit, maintain_order=True).agg(pl.col("record_id").alias("ids"), **extremes, **counts)
+        unit, reward = "group_id" if "group_id" in table.columns else "prompt", pl.col("reward").cast(pl.Float64)
+        if {"prompt", "reward", unit} <= {*table.columns}:
+            extremes = {"low": reward.fill_nan(None).min(), "high": reward.fill_nan(None).max()}
+            counts = {"size": reward.fill_nan(None).count(), "prompts": pl.col("prompt").n_unique()}
+            groups.append(table.group_by("round", unit).agg(pl.col("record_id"), **extremes, **counts))
+    figures = [pl.DataFrame(rows, infer_schema_length=None)]
+    if groups:
+        units, is_equal, is_mixed = pl.concat(groups), pl.col("low") == pl.col("high"), pl.col("prompts") > 1
+        several = units.filter(pl.col("size") > 1)
+        sides = {"equal_best": several["high"].max(), "equal_worst": several["low"].min()}
+        shares = {name: (is_equal & (pl.col("low") == side)).mean() for name, side in sides.items()}
+        shares = shares if len({*sides.values()}) > 1 else {}
+        figures.append(several.group_by("round").agg(is_equal.mean().alias("equal_groups"), **shares))
+        # A user who names the groups' column may mean more than a prompt.
+        if "group_id" in units.columns and "group" not in (run.config.get("columns") or {}):
+            ids = pl.col("record_id").filter(is_mixed).list.explode(keep_nulls=False, empty_as_null=False)
+            figures.append(units.group_by("round").agg(mixed_groups=is_mixed.sum(), mixed_groups_ids=ids))
+    return pl.concat(figures, how="align_left")
 
 
 def _find_repeats(table: pl.DataFrame) -> Figures:

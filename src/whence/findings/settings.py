@@ -40,7 +40,7 @@ _REMEDY = "raise {kl}, lower {rate}, and look at what the reward pays for."
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
-Judge = Callable[[float, float, Row], bool | Rank | None]
+Judge = Callable[[float, float, Row], bool | Rank]
 
 
 class _Rule(NamedTuple):
@@ -48,10 +48,11 @@ class _Rule(NamedTuple):
 
     Attributes:
         column: what it reads; of a loss, the entropy.
-        judge: returns how a round shows it, by its value, the first round's, and its row; True: it is wrong.
+        judge: returns whether a round shows it, by its value, the first round's, and its row; or at which rank.
         title, evidence, advice: with `value`, `first`, the `rounds` between them, the row, and a trainer's options.
         select: returns the rounds that are looked at, or others made of these.
         least: rounds that it needs.
+        rank: that of a round that shows it.
     """
 
     column: str
@@ -61,6 +62,7 @@ class _Rule(NamedTuple):
     advice: str
     select: Callable[[Rows], Rows] = lambda rows: rows
     least: int = 1
+    rank: Rank = "wrong"
 
 
 def give_advice(metrics: pl.DataFrame, trainer: str = "") -> dict[str, Finding]:
@@ -105,7 +107,7 @@ def _apply(rule: _Rule, rows: Rows, options: Options) -> Finding | None:
             words = {**row, **options._asdict(), "value": value, "first": first}
             words = defaultdict(str, words | {"rounds": row["round"] - rows[0]["round"]})
             title, evidence, advice = (text.format_map(words) for text in (rule.title, rule.evidence, rule.advice))
-            rank, ids = "wrong" if rank is True else rank, tuple(row.get(f"{rule.column}_ids") or ())
+            rank, ids = rule.rank if rank is True else rank, tuple(row.get(f"{rule.column}_ids") or ())
             return Finding("setting", title, evidence, advice, rank, None, row["round"], ids)
     return None
 
@@ -130,10 +132,8 @@ def _compare_ends(name: str, rows: Rows) -> Rows:
     last["noise"] = max(noise[name], last["standard_error"] or 0.0)
     if first["reward"] is not None and last["reward"] is not None:
         last["reward_rises"] = last["reward"] > first["reward"] + 2 * noise["reward"]
-        last["words"] = (
-            f" From rounds {start[0]} to {start[-1]} to rounds {since[0]} to {since[-1]}, the reward goes from "
-        )
-        last["words"] += f"{first['reward']:.3g} to {last['reward']:.3g}."
+        words = f" From rounds {start[0]} to {start[-1]} to rounds {since[0]} to {since[-1]}, the reward goes from "
+        last["words"] = f"{words}{first['reward']:.3g} to {last['reward']:.3g}."
     sides = {side: last[key] for key, side in _SIDES.items() if last[key] is not None}
     last["sides"] = "".join(f" In {share:.0%} all rewards are the {side} of the run." for side, share in sides.items())
     last[f"{name}_ids"] = next((ids for row in reversed(rows) if (ids := row.get(f"{name}_ids"))), ())
@@ -197,31 +197,11 @@ _RULES = _ROUNDS | {
 }
 
 
-def _judge_groups(value: float, first: float, row: Row) -> Rank | None:
-    if value < _FLAT:
-        return None
-    return "wrong" if value == 1 and first >= _FLAT and (row["equal_best"] or 0.0) < 0.5 else "unusual"
-
-
-def _judge_length(value: float, first: float, row: Row) -> Rank | None:
-    low, high = sorted((value, first))
-    return "unusual" if high >= max(2 * low, low + 8) and row.get("reward_rises") is False else None
-
-
-def _judge_evaluation(value: float, first: float, row: Row) -> Rank | None:
-    least = max(_LEAST_FALL * abs(first), 3 * row.get("noise", 0.0))
-    return "unusual" if row.get("reward_rises") and first - value > least else None
-
-
-def _judge_sampler(value: float, first: float, row: Row) -> Rank | None:
-    if value <= _SAMPLER:
-        return None
-    return "wrong" if value > _OTHER_POLICY and not row.get("is_scored") else "unusual"
-
-
 def _compare(column: str, judge: Judge, title: str, evidence: str, advice: str) -> _Rule:
     """Return a rule on the first quarter of the rounds and the last."""
-    return _Rule(column, judge, title, evidence + "{words}", advice, partial(_compare_ends, column), _LEAST_ROUNDS)
+    return _Rule(
+        column, judge, title, evidence + "{words}", advice, partial(_compare_ends, column), _LEAST_ROUNDS, "unusual"
+    )
 
 
 RESPONSES = _ROUNDS | {
@@ -234,7 +214,9 @@ RESPONSES = _ROUNDS | {
     ),
     "sampler and trainer": _Rule(
         _GAP,
-        _judge_sampler,
+        lambda value, first, row: (
+            value > _SAMPLER and ("wrong" if value > _OTHER_POLICY and not row.get("is_scored") else "unusual")
+        ),
         "The sampler's log-probs are {value:.2g} nats a token off those of the policy that trains",
         "That is the mean of round {round}.{tokens} Published runs whose sampler has the weights have at most 0.04.",
         "Compare both at equal weights (of scored rollouts: at the checkpoint that wrote them): temperature, top-p, "
@@ -243,42 +225,48 @@ RESPONSES = _ROUNDS | {
     ),
     "groups without signal": _compare(
         "equal_groups",
-        _judge_groups,
+        lambda value, first, row: (
+            value >= _FLAT and ("wrong" if min(value, first) == 1 and not row["equal_best"] else "unusual")
+        ),
         "{value:.0%} of the groups have equal rewards since round {round}, {first:.0%} had in the first rounds",
         "Their advantages are 0, so they teach nothing.{sides}",
         "If all are right: stop, or take harder prompts. If all are wrong: easier ones, a finer reward, or {flat}.",
     ),
     "evaluations": _compare(
         "test_return",
-        _judge_evaluation,
+        lambda value, first, row: (
+            row.get("reward_rises") and first - value > max(_LEAST_FALL * abs(first), 3 * row["noise"])
+        ),
         "The evaluation falls from {first:.3g} to {value:.3g}, while the training reward rises",
         "It falls by more than three times the noise between evaluations.",
         "Take a checkpoint from before; " + _REMEDY,
     ),
     "responses cut from the start": _compare(
         "ended_share",
-        lambda value, first, row: "unusual" if first <= 0.5 and value <= 0.25 else None,
+        lambda value, first, row: first <= 0.5 and value <= 0.25,
         "Only {first:.0%} of the responses end before the limit in the first rounds, and {value:.0%} in the last",
         "What is cut has no answer that a reward could see.",
         "If responses should end by themselves: {cut}.",
     ),
     "length of responses": _compare(
         "length",
-        _judge_length,
+        lambda value, first, row: (
+            row.get("reward_rises") is False and max(value, first) >= max(2 * min(value, first), min(value, first) + 8)
+        ),
         "Responses go from {first:.0f} to {value:.0f} tokens, and the reward does not rise",
         "So their length is not what earns it.",
         "Read responses of the last rounds; see whether the loss or the reward favours their length.",
     ),
     "entropy that rises": _compare(
         "train/entropy_loss",
-        lambda value, first, row: "unusual" if value >= max(3 * first, first + 0.5) else None,
+        lambda value, first, row: value >= max(3 * first, first + 0.5),
         "The entropy of the model's tokens rises from {first:.3g} to {value:.3g} nats",
         "It writes more and more at random.",
         "Lower {rate} or an entropy bonus, raise {kl}, and see that sampler and trainer agree.",
     ),
     "repeated text": _compare(
         "repeated",
-        lambda value, first, row: "unusual" if value >= max(0.2, min(0.5, first + 0.15)) else None,
+        lambda value, first, row: value >= max(0.2, min(0.5, first + 0.15)),
         "{value:.0%} of the long responses repeat themselves, {first:.0%} did in the first rounds",
         "More than half of their sequences of four tokens are there before.",
         "Read them; " + _REMEDY,

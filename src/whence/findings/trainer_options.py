@@ -5,15 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Options(NamedTuple):
-    """What a trainer calls its settings, in parts of sentences.
-
-    Attributes:
-        kl: the weight of the divergence from the reference model.
-        rate: the learning rate.
-        cut: what to do about responses that are cut.
-        flat: what to do about groups of equal rewards.
-        sampler: what to do about a sampler that is not the policy.
-    """
+    """What a trainer calls its settings, in parts of sentences; the defaults are of no trainer."""
 
     kl: str = "the KL coefficient (`init_kl_coef`; TRL's `beta`)"
     rate: str = "`learning_rate`"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -338,10 +339,8 @@ def _compare_samplers(
     columns: Any = rows.observations
     log_probs = evaluate_rows(model, rows, temperature, batch_size).log_prob
     mask, lengths = columns["response_mask"].cpu(), list_tokens(rows)[1].list.len().to_list()
-    sampler = torch.full(mask.shape, torch.nan)
-    for place, values in enumerate(table["log_probs"].cast(pl.List(pl.Float64))):
-        known = [] if values is None else values.fill_null(torch.nan).to_list()
-        sampler[place, : len(known)] = torch.tensor(known)
+    known = [[math.nan if each is None else each for each in values or ()] for values in table["log_probs"].to_list()]
+    sampler = torch.tensor([values + [math.nan] * (mask.shape[1] - len(values)) for values in known])
     return list_signals(mask, lengths, log_probs=log_probs, sampler_log_probs=sampler)
 
 

@@ -105,7 +105,10 @@ def read_logs(path: Path) -> Logs:
     if not is_language or "round" not in metrics.columns:
         metrics = metrics.drop("round", strict=False).with_row_index("round", 1)
     metrics = metrics.cast({"round": pl.Int64}, strict=False).drop_nulls("round")
-    names = [name.removeprefix("train/") for name in table.columns] if is_language else []
+    if not is_language:
+        return Logs(metrics, False, axes, tuple(not_read))
+    metrics = metrics.group_by("round", maintain_order=True).agg(pl.all().drop_nulls().last())
+    names = [name.removeprefix("train/") for name in table.columns]
     trainer = next((each for each, pattern in _TRAINERS.items() if fnmatch.filter(names, pattern)), "")
     return Logs(metrics, is_language, axes, tuple(not_read), trainer)
 

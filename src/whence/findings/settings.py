@@ -122,13 +122,11 @@ def _compare_ends(name: str, rows: Rows) -> Rows:
         rows = rows[max(range(len(rows)), key=lambda place: rows[place][name]) :]
     if len(rows) < _LEAST_ROUNDS:
         return []
-    columns = {key: [row.get(key) for row in rows] for key in ("round", name, "reward", "standard_error", *_SIDES)}
-    table = pl.DataFrame(columns, strict=False)
+    names = ("round", name, "reward", "standard_error", *_SIDES)
+    table = pl.DataFrame({key: [row.get(key) for row in rows] for key in names}, strict=False)
     ends = table.head(len(rows) // 4), table.tail(len(rows) // 4)
     (first, last), (start, since) = (end.mean().row(0, named=True) for end in ends), (end["round"] for end in ends)
-    noise = {
-        key: math.hypot(*((end[key].std() or 0.0) / math.sqrt(len(end)) for end in ends)) for key in (name, "reward")
-    }
+    noise = {key: math.hypot(*((end[key].std() or 0.0) / len(end) ** 0.5 for end in ends)) for key in (name, "reward")}
     last["noise"] = max(noise[name], last["standard_error"] or 0.0)
     if first["reward"] is not None and last["reward"] is not None:
         last["reward_rises"] = last["reward"] > first["reward"] + 2 * noise["reward"]
@@ -231,7 +229,7 @@ RESPONSES = _ROUNDS | {
         "{value:.0%} of the groups have equal rewards since round {round}, {first:.0%} had in the first rounds",
         "Their advantages are 0, so they teach nothing.{sides}",
         "If all are right: stop, or take harder prompts. If all are wrong: easier ones, a finer reward, or {flat}.",
-    ),
+    )._replace(least=2 * _LEAST_ROUNDS),  # of few groups in a round, all may be equal by chance
     "evaluations": _compare(
         "test_return",
         lambda value, first, row: (

@@ -17,8 +17,6 @@ _TEXTS, _TOKENS, _LEAST_TOKENS = 32, 512, 32
 LOOP = 0.5
 """Of a response's sequences of four tokens, the share that are there before from which on it repeats itself."""
 
-Figures = dict[str, Any]
-
 
 def choose_rounds(stored: Sequence[int]) -> list[int]:
     """Return the first rounds and others that are spread over the run."""
@@ -39,7 +37,7 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
     `NAME_ids` are the records that show it; `is_scored`: one checkpoint scored the rollouts of all rounds.
     """
     texts, is_scored = read_vocabulary(run.path), run.config.get("algorithm") == "scored"
-    rows, groups = list[Figures](), list[pl.DataFrame]()
+    rows, groups = list[dict[str, Any]](), list[pl.DataFrame]()
     for number in choose_rounds(run.rounds()):
         table = run.round("records", number).with_columns(pl.lit(number, pl.Int64).alias("round"))
         rows.append(
@@ -55,8 +53,8 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
         units, is_equal, is_mixed = pl.concat(groups), pl.col("low") == pl.col("high"), pl.col("prompts") > 1
         several = units.filter(pl.col("size") > 1)
         sides = {"equal_best": several["high"].max(), "equal_worst": several["low"].min()}
-        shares = {name: (is_equal & (pl.col("low") == side)).mean() for name, side in sides.items()}
-        shares = shares if len({*sides.values()}) > 1 else {}
+        known = sides if len({*sides.values()}) > 1 else {}  # no reward tells best from worst
+        shares = {name: (is_equal & (pl.col("low") == side)).mean() for name, side in known.items()}
         figures.append(several.group_by("round").agg(is_equal.mean().alias("equal_groups"), **shares))
         # A user who names the groups' column may mean more than a prompt.
         if "group_id" in units.columns and "group" not in (run.config.get("columns") or {}):
@@ -65,10 +63,10 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
     return pl.concat(figures, how="align_left")
 
 
-def _find_repeats(table: pl.DataFrame) -> Figures:
+def _find_repeats(table: pl.DataFrame) -> dict[str, Any]:
     rows = table[:: max(1, len(table) // _TEXTS)] if "response_ids" in table.columns else pl.DataFrame()
-    shares = {row["record_id"]: measure_repetition(row["response_ids"]) for row in rows.to_dicts()}
-    shares = {number: share for number, share in shares.items() if share is not None}
+    each = ((row["record_id"], measure_repetition(row["response_ids"])) for row in rows.to_dicts())
+    shares = {number: share for number, share in each if share is not None}
     ids = [number for number, share in shares.items() if share >= LOOP]
     return {"repeated": len(ids) / len(shares), "repeated_ids": ids} if shares else {}
 
@@ -80,7 +78,7 @@ def measure_repetition(ids: Sequence[int]) -> float | None:
     return 1 - len({*sequences}) / len(sequences) if len(tokens) >= _LEAST_TOKENS else None
 
 
-def _compare_samplers(table: pl.DataFrame, texts: Sequence[str]) -> Figures:
+def _compare_samplers(table: pl.DataFrame, texts: Sequence[str]) -> dict[str, Any]:
     lists = ("response_ids", "token_log_probs", "token_sampler_log_probs")
     if not {*lists} <= {*table.columns}:
         return {}
@@ -92,11 +90,8 @@ def _compare_samplers(table: pl.DataFrame, texts: Sequence[str]) -> Figures:
         tokens.group_by(name, maintain_order=True).agg(pl.col("gap").sum()).sort("gap", descending=True)[name]
         for name in ("response_ids", "record_id")
     )
-    names = ", ".join(repr(texts[token]) if token < len(texts) else str(token) for token in ids[:3])
-    share = (tokens["gap"] > 0.5).mean()
-    words = f" {share:.0%} of the tokens differ by more than half a nat. Most of it is in the tokens {names}."
-    return {
-        "sampler_difference": tokens["gap"].mean(),
-        "tokens": words,
-        "sampler_difference_ids": records[:8].to_list(),
-    }
+    most = ", ".join(repr(texts[token]) if token < len(texts) else str(token) for token in ids[:3])
+    share = (tokens["gap"] > 0.5).sum() / len(tokens)
+    words = f" {share:.0%} of the tokens differ by more than half a nat. Most of it is in the tokens {most}."
+    mean = tokens["gap"].mean()
+    return {"sampler_difference": mean, "tokens": words, "sampler_difference_ids": records[:8].to_list()}

@@ -26,8 +26,6 @@ _LENGTH = 20.0
 _LEAST_ROUNDS = 8
 """Rounds whose first quarter is compared with the last."""
 
-_SIDES = {"equal_best": "highest", "equal_worst": "lowest"}
-
 _FLAT, _LEAST_FALL = 0.95, 0.1
 """The share of groups without signal, and that of an evaluation that is lost, below which there is no line."""
 
@@ -122,7 +120,7 @@ def _compare_ends(name: str, rows: Rows) -> Rows:
         rows = rows[max(range(len(rows)), key=lambda place: rows[place][name]) :]
     if len(rows) < _LEAST_ROUNDS:
         return []
-    names = ("round", name, "reward", "standard_error", *_SIDES)
+    names = ("round", name, "reward", "standard_error", "equal_best", "equal_worst")
     table = pl.DataFrame({key: [row.get(key) for row in rows] for key in names}, strict=False)
     ends = table.head(len(rows) // 4), table.tail(len(rows) // 4)
     (first, last), (start, since) = (end.mean().row(0, named=True) for end in ends), (end["round"] for end in ends)
@@ -132,10 +130,12 @@ def _compare_ends(name: str, rows: Rows) -> Rows:
         last["reward_rises"] = last["reward"] > first["reward"] + 2 * noise["reward"]
         words = f" From rounds {start[0]} to {start[-1]} to rounds {since[0]} to {since[-1]}, the reward goes from "
         last["words"] = f"{words}{first['reward']:.3g} to {last['reward']:.3g}."
-    sides = {side: last[key] for key, side in _SIDES.items() if last[key] is not None}
-    last["sides"] = "".join(f" In {share:.0%} all rewards are the {side} of the run." for side, share in sides.items())
-    last[f"{name}_ids"] = next((ids for row in reversed(rows) if (ids := row.get(f"{name}_ids"))), ())
-    return [{**last, "first": first[name], "round": since[0]}]
+    if (best := last["equal_best"]) is not None:
+        last["sides"] = f" {best:.0%} of the groups are all at the highest reward of the run, "
+        last["sides"] += f"{last['equal_worst']:.0%} all at the lowest."
+    ids = f"{name}_ids"
+    shown = next((row for row in reversed(rows) if row.get(ids)), {"round": since[0]})
+    return [{**last, "first": first[name], "round": shown["round"], ids: shown.get(ids)}]
 
 
 def _choose_sampler(rows: Rows) -> Rows:
@@ -233,7 +233,7 @@ RESPONSES = _ROUNDS | {
     "evaluations": _compare(
         "test_return",
         lambda value, first, row: (
-            row.get("reward_rises") and first - value > max(_LEAST_FALL * abs(first), 3 * row["noise"])
+            row.get("reward_rises") is True and first - value > max(_LEAST_FALL * abs(first), 3 * row["noise"])
         ),
         "The evaluation falls from {first:.3g} to {value:.3g}, while the training reward rises",
         "It falls by more than three times the noise between evaluations.",

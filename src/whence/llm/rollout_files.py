@@ -265,7 +265,7 @@ def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
     """Return a rollout with the names of `NAMES`, `reward.NAME` and `info.NAME`."""
     usual = {name: next((each for each in names if each in line), None) for name, names in NAMES.items()}
     log_probs, tokens = (line.get(usual[name] or "") for name in ("log_probs", "response_ids"))
-    if not (_is_list_of(log_probs, int | float | None) and isinstance(tokens, list) and len(log_probs) == len(tokens)):
+    if not _is_list_of(log_probs, int | float | None) or len(log_probs or ()) != len(tokens or ()):
         usual["log_probs"] = None  # of another form, as with the likeliest tokens of each place
     sources = {name: source for name, source in {**usual, **columns}.items() if source is not None}
     reward = sources.pop("reward", None)

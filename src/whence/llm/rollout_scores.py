@@ -341,6 +341,7 @@ def _compare_samplers(
     mask, lengths = columns["response_mask"].cpu(), list_tokens(rows)[1].list.len().to_list()
     known = [[math.nan if each is None else each for each in values or ()] for values in table["log_probs"].to_list()]
     sampler = torch.tensor([values + [math.nan] * (mask.shape[1] - len(values)) for values in known])
+    sampler = sampler.masked_fill(sampler.isinf(), math.nan)
     return list_signals(mask, lengths, log_probs=log_probs, sampler_log_probs=sampler)
 
 

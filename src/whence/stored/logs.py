@@ -42,10 +42,7 @@ LANGUAGE_NAMES: Names = {
     ("ended_share", "1 - x"): ("completions/clipped_ratio", "response_length/clip_ratio"),
     ("equal_groups", "x"): ("frac_reward_zero_std",),
     # A divergence of the sampler from the trainer is at most the mean |difference| of their log-probs.
-    ("sampler_difference", "x"): (
-        *("sampling/sampling_logp_difference/mean", "train_rollout_logprob_abs_diff"),
-        "rollout_corr/kl",
-    ),
+    ("sampler_difference", "x"): ("sampling/sampling_logp_difference/mean", "rollout_corr/kl"),
     ("kl", "x · length"): ("kl", "actor/kl_loss", "actor/reward_kl_penalty"),
     # What verl and OpenRLHF call entropy_loss is the entropy: their losses subtract it.
     ("train/entropy_loss", "-x"): ("entropy", "actor/entropy", "actor/entropy_loss", "entropy_loss"),

@@ -51,7 +51,7 @@ def make_run(path: Path, plant: Plant = lambda number, columns, row: None, **con
         plant(number, columns, row)
         run.append("evaluations", {"round": number, "test_return": row.pop("test_return"), "standard_error": 0.02})
         run.write_round("records", number, pl.DataFrame(columns))
-        run.append("metrics", {"round": number, "reward": float(np.mean(columns["reward"])), **row})
+        run.append("metrics", {"round": number, "reward": pl.Series(columns["reward"]).mean(), **row})
     return run
 
 
@@ -145,6 +145,18 @@ def test_records_show_what_was_planted(tmp_path: Path) -> None:
     assert (finding.round, sorted(finding.record_ids)) == (5, [*range(120, 144)])
     (finding,) = find(make_run(tmp_path / "loops", plant_loops))
     assert (finding.round, finding.record_ids) == (16, tuple(range(16 * 24, 17 * 24, 2)))
+
+
+def test_rounds_may_lack_columns_and_values(tmp_path: Path) -> None:
+    def plant(number: int, columns: Columns, row: Columns) -> None:
+        plant_shuffled_ids(number, columns, row)
+        if number == 2:
+            del columns["group_id"], columns["token_sampler_log_probs"]
+        if number == 3:
+            columns["response_ids"][:3], columns["reward"] = [None] * 3, [None, *columns["reward"][1:]]
+            columns["token_log_probs"] = [None, *columns["token_log_probs"][1:]]
+
+    assert [finding.round for finding in find(make_run(tmp_path, plant))] == [5]
 
 
 def test_rollouts_of_one_checkpoint_are_compared_where_they_fit_best(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def _join_rounds(run: RunDirectory) -> pl.DataFrame:
     metrics = run.table("metrics")
     for table in (run.table("evaluations"), measure_rounds(run)):
         if len(table) and "round" in metrics.columns:
-            table = table.drop({*table.columns} & {*metrics.columns} - {"round"})
+            table = table.drop({*table.columns} & {*metrics.columns} - {"round"}).unique("round", keep="last")
             metrics = metrics.join(table, on="round", how="left", maintain_order="left")
     return metrics
 

@@ -50,7 +50,11 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
             groups.append(table.group_by("round", unit).agg(pl.col("record_id"), **extremes, **counts))
     figures = [pl.DataFrame(rows, infer_schema_length=None)]
     if groups:
-        units, is_equal, is_mixed = pl.concat(groups), pl.col("low") == pl.col("high"), pl.col("prompts") > 1
+        units, is_equal, is_mixed = (
+            pl.concat(groups, how="diagonal_relaxed"),
+            pl.col("low") == pl.col("high"),
+            pl.col("prompts") > 1,
+        )
         several = units.filter(pl.col("size") > 1)
         sides = {"equal_best": several["high"].max(), "equal_worst": several["low"].min()}
         known = sides if len({*sides.values()}) > 1 else {}  # no reward tells best from worst
@@ -65,7 +69,7 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
 
 def _find_repeats(table: pl.DataFrame) -> dict[str, Any]:
     rows = table[:: max(1, len(table) // _TEXTS)] if "response_ids" in table.columns else pl.DataFrame()
-    each = ((row["record_id"], measure_repetition(row["response_ids"])) for row in rows.to_dicts())
+    each = ((row["record_id"], measure_repetition(row["response_ids"] or ())) for row in rows.to_dicts())
     shares = {number: share for number, share in each if share is not None}
     ids = [number for number, share in shares.items() if share >= LOOP]
     return {"repeated": len(ids) / len(shares), "repeated_ids": ids} if shares else {}
@@ -82,7 +86,7 @@ def _compare_samplers(table: pl.DataFrame, texts: Sequence[str]) -> dict[str, An
     lists = ("response_ids", "token_log_probs", "token_sampler_log_probs")
     if not {*lists} <= {*table.columns}:
         return {}
-    tokens = table.select("record_id", *lists).explode(*lists).drop_nulls()
+    tokens = table.select("record_id", *lists).drop_nulls().explode(*lists).drop_nulls()
     tokens = tokens.with_columns(gap=(pl.col(lists[1]) - pl.col(lists[2])).abs()).filter(pl.col("gap").is_finite())
     if tokens.is_empty():
         return {}

@@ -14,7 +14,7 @@ class Options(NamedTuple):
     sampler: str = "weight tokens by the ratio of both probabilities"
 
 
-_TRL = Options(
+_RLOO = Options(
     kl="the KL coefficient `beta`",
     cut="raise `max_completion_length`, or leave cut responses out of the loss (`mask_truncated_completions`)",
     flat="a larger `num_generations`",
@@ -26,9 +26,8 @@ OPTIONS: Mapping[str, Options] = {
         cut="raise `max_new_tokens`, or make cut responses cost (`missing_eos_penalty`)",
         flat="a larger `num_generations`",
     ),
-    "grpo": _TRL._replace(sampler="keep `vllm_importance_sampling_correction`"),
-    "rloo": _TRL,
-    "TRL": _TRL,
+    **dict.fromkeys(("grpo", "TRL"), _RLOO._replace(sampler="keep `vllm_importance_sampling_correction`")),
+    "rloo": _RLOO,
     "verl": Options(
         kl="`actor_rollout_ref.actor.kl_loss_coef`",
         rate="`actor_rollout_ref.actor.optim.lr`",

@@ -40,9 +40,8 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
     rows, groups = list[dict[str, Any]](), list[pl.DataFrame]()
     for number in choose_rounds(run.rounds()):
         table = run.round("records", number).with_columns(pl.lit(number, pl.Int64).alias("round"))
-        rows.append(
-            {"round": number, "is_scored": is_scored, **_find_repeats(table), **_compare_samplers(table, texts)}
-        )
+        seen = _find_repeats(table) | _compare_samplers(table, texts)
+        rows.append({"round": number, "is_scored": is_scored, **seen})
         unit, reward = "group_id" if "group_id" in table.columns else "prompt", pl.col("reward").cast(pl.Float64)
         if {"prompt", "reward", unit} <= {*table.columns}:
             extremes = {"low": reward.fill_nan(None).min(), "high": reward.fill_nan(None).max()}
@@ -50,11 +49,8 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
             groups.append(table.group_by("round", unit).agg(pl.col("record_id"), **extremes, **counts))
     figures = [pl.DataFrame(rows, infer_schema_length=None)]
     if groups:
-        units, is_equal, is_mixed = (
-            pl.concat(groups, how="diagonal_relaxed"),
-            pl.col("low") == pl.col("high"),
-            pl.col("prompts") > 1,
-        )
+        is_equal, is_mixed = pl.col("low") == pl.col("high"), pl.col("prompts") > 1
+        units = pl.concat(groups, how="diagonal_relaxed")
         several = units.filter(pl.col("size") > 1)
         sides = {"equal_best": several["high"].max(), "equal_worst": several["low"].min()}
         known = sides if len({*sides.values()}) > 1 else {}  # no reward tells best from worst
@@ -68,8 +64,10 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
 
 
 def _find_repeats(table: pl.DataFrame) -> dict[str, Any]:
-    rows = table[:: max(1, len(table) // _TEXTS)] if "response_ids" in table.columns else pl.DataFrame()
-    each = ((row["record_id"], measure_repetition(row["response_ids"] or ())) for row in rows.to_dicts())
+    if "response_ids" not in table.columns:
+        return {}
+    rows = table.select("record_id", "response_ids")[:: max(1, len(table) // _TEXTS)].iter_rows()
+    each = ((number, measure_repetition(tokens or ())) for number, tokens in rows)
     shares = {number: share for number, share in each if share is not None}
     ids = [number for number, share in shares.items() if share >= LOOP]
     return {"repeated": len(ids) / len(shares), "repeated_ids": ids} if shares else {}

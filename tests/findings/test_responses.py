@@ -108,7 +108,7 @@ def plant_entropy(number: int, columns: Columns, row: Columns) -> None:
 
 
 def plant_evaluation(number: int, columns: Columns, row: Columns) -> None:
-    row["test_return"] -= 0.05 * max(0, number - 4)
+    row["test_return"] += 0.1 * min(number, 6) - 0.06 * max(0, number - 6)  # it ends above its beginning
 
 
 PLANTS: list[tuple[Plant, str, str, str]] = [
@@ -132,6 +132,19 @@ def test_what_is_planted_is_named(plant: Plant, name: str, outcome: str, title: 
     )
     assert (check.outcome, title in check.text) == (outcome, True), check.text
     assert "missing_eos_penalty" not in check.finding.advice  # type: ignore[union-attr]
+
+
+def plant_steps_to_the_answer(number: int, columns: Columns, row: Columns) -> None:
+    row["length"] += 10 * number  # while the reward rises
+
+
+def plant_noise(number: int, columns: Columns, row: Columns) -> None:
+    row["test_return"] = 0.5 - 0.0045 * number  # by more than a tenth, and less than three standard errors
+
+
+@pytest.mark.parametrize("plant", [plant_steps_to_the_answer, plant_noise])
+def test_what_may_be_sound_has_no_line(plant: Plant, tmp_path: Path) -> None:
+    assert find(make_run(tmp_path, plant)) == []
 
 
 def test_groups_are_named_by_what_their_rewards_are(tmp_path: Path) -> None:
@@ -166,6 +179,8 @@ def test_rollouts_of_one_checkpoint_are_compared_where_they_fit_best(tmp_path: P
 
     assert find(make_run(tmp_path / "trained", plant))
     assert find(make_run(tmp_path / "scored", plant, algorithm="scored")) == []
+    (finding,) = find(make_run(tmp_path / "another", plant_sampler, algorithm="scored"))
+    assert finding.rank == "unusual"  # the checkpoint may be of none of these rounds
 
 
 def test_a_group_that_the_user_names_may_hold_several_prompts(tmp_path: Path) -> None:

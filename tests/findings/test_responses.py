@@ -205,12 +205,13 @@ def test_options_are_those_of_the_trainers() -> None:
 
     from whence.llm import PPOConfig
 
-    for trainer, config in (("ppo", PPOConfig), ("grpo", GRPOConfig), ("rloo", RLOOConfig)):
+    configs: dict[str, Any] = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
+    for trainer, config in configs.items():
         names = {field.name for field in dataclasses.fields(config)}
         options = {name for text in OPTIONS[trainer] for name in re.findall(r"`(\w+)`", text)}
         assert options <= names, trainer
         assert len(options) >= 5
-    assert [name_trainer(config) for config in ({"algorithm": "rloo"}, {"ppo": {}}, {})] == ["rloo", "ppo", ""]
+    assert [name_trainer(each) for each in ({"algorithm": "rloo"}, {"ppo": {}}, {})] == ["rloo", "ppo", ""]
 
 
 @pytest.mark.parametrize("trainer", [*OPTIONS, ""])

@@ -211,7 +211,8 @@ def test_options_are_those_of_the_trainers() -> None:
         options = {name for text in OPTIONS[trainer] for name in re.findall(r"`(\w+)`", text)}
         assert options <= names, trainer
         assert len(options) >= 5
-    assert [name_trainer(each) for each in ({"algorithm": "rloo"}, {"ppo": {}}, {})] == ["rloo", "ppo", ""]
+    described: list[dict[str, Any]] = [{"algorithm": "rloo"}, {"ppo": {}}, {}]
+    assert [*map(name_trainer, described)] == ["rloo", "ppo", ""]
 
 
 @pytest.mark.parametrize("trainer", [*OPTIONS, ""])

@@ -252,7 +252,7 @@ def test_language_models(
 
 def test_a_language_model_has_no_figures_of_agents(tmp_path: Path) -> None:
     seen = {check.name: check for check in library.inspect(log_state(tmp_path / "trainer_state.json", [GRPO] * 9))}
-    assert len(seen) == 5
+    assert len(seen) == 13
     assert seen["rewards that rise while another falls"].text == "because logs hold no records"
     assert seen["dropped responses"].outcome == "could not be looked at"
 

@@ -1,5 +1,6 @@
 """Findings on a language model's rewards."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from whence.findings.finding import CHANCE
 from whence.findings.gamed_rewards import find_gamed_rewards
 
 ROUNDS, PROMPTS, RESPONSES = 16, 4, 6
@@ -56,3 +58,42 @@ def test_what_rises_alone_is_named_with_its_round_and_responses(changes, title):
 )
 def test_a_sound_run_gets_no_line(changes):
     assert find_gamed_rewards(make_run(**changes)) == []
+
+
+def make_early_run(seed: int, chances: Any) -> Any:
+    """A run of 16 groups of 8 responses a round, to prompts that are easy and hard, of such chances of rewards."""
+    generator = np.random.default_rng(seed)
+
+    def make_round(number: int) -> pl.DataFrame:
+        shift = generator.normal(size=16).repeat(8)
+        odds = {name: np.log(chance / (1 - chance)) + shift for name, chance in chances(number).items()}
+        paid = {name: (generator.random(128) < 1 / (1 + np.exp(-each))).astype(float) for name, each in odds.items()}
+        ids = {"record_id": np.arange(128) + 128 * number, "group_id": np.arange(16).repeat(8), "prompt": "p"}
+        return pl.DataFrame({**ids, "advantage": generator.normal(size=128), **paid})
+
+    rounds = {number: make_round(number) for number in range(1, 17)}
+    return SimpleNamespace(rounds=lambda: [*rounds], round=lambda kind, number: rounds[number])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reward_that_the_first_rounds_lose_is_named(seed):
+    run = make_early_run(
+        seed,
+        lambda number: {
+            "reward.right": {1: 0.1, 2: 0.05}.get(number, 0.006),
+            "reward.grader": min(0.9, 0.2 * number - 0.15),
+        },
+    )
+    (finding,) = find_gamed_rewards(run)
+    assert re.match(r"`grader` rises while `right` falls, since about round [12]$", finding.title)
+    assert re.match(r"From (round 1|rounds 1 to 2) to rounds 13 to 16, ", finding.evidence)
+    assert finding.p <= CHANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_first_rounds_like_the_others_are_not_named(seed):
+    run = make_early_run(
+        seed,
+        lambda number: {"reward.right": 0.1 + 0.01 * number, "reward.format": min(0.95, 0.3 * number), "reward.a": 0.5},
+    )
+    assert find_gamed_rewards(run) == []

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -35,6 +36,7 @@ from helpers.toys import assert_close, flip_bit
 from helpers.trl_training import TRAINERS, Watch, count_rows, make_config, make_target, make_trainer, reward
 from whence import DTV, IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
+from whence.findings import find
 from whence.llm import SequenceReturn, TokenReturn, language_view
 from whence.llm.text import join_messages, list_chats, read_chat
 from whence.llm.trl import trl_run
@@ -568,6 +570,38 @@ def test_a_run_holds_what_the_policy_said_of_tokens(tmp_path, select):
     metrics = run.table("metrics").row(0, named=True)
     assert metrics["kl"] == pytest.approx(table["divergence"].mean())
     assert metrics["ended_share"] == table["ended"].mean()
+
+
+def test_a_run_holds_what_the_sampler_said_of_tokens(tmp_path):
+    trainer = make_trainer("grpo", tmp_path, ScoreAll(), select="before", max_steps=1, run=tmp_path / "run")
+    generate = GRPOTrainer._generate_and_score_completions
+
+    def generate_as_vllm(self, inputs):
+        """Return TRL's batch with what vLLM adds to it: log-probs, here of another temperature."""
+        output = generate(self, inputs)
+        output["sampling_per_token_logps"] = torch.full(output["completion_ids"].shape, -0.5)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_generate_and_score_completions", generate_as_vllm)
+        trainer.train()
+    run = RunDirectory.open(tmp_path / "run")
+    table = run.round("records", 1)
+    for row in table.iter_rows(named=True):
+        assert row["token_sampler_log_probs"] == [-0.5] * len(row["response_ids"])
+        gaps = [abs(each + 0.5) for each in row["token_log_probs"]]
+        assert row["sampler_difference"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-6)
+    metrics = run.table("metrics").row(0, named=True)
+    assert metrics["sampler_difference"] == pytest.approx(table["sampler_difference"].mean())
+    (finding,) = (one for one in find(run) if "sampler" in one.title)
+    assert finding.rank == "wrong"
+    assert "vllm_importance_sampling_correction" in finding.advice
+    assert re.search(r"of the tokens differ by more than half a nat. Most of it is in the tokens '", finding.evidence)
+
+
+def test_a_sound_run_has_no_finding(tmp_path):
+    make_trainer("grpo", tmp_path, run=tmp_path / "run", max_steps=16, learning_rate=1e-3).train()
+    assert find(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("rule", [None, ScoreAll()], ids=["plain", "in the step"])

@@ -18,6 +18,7 @@ from helpers.trl_training import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError
+from whence.findings import find
 from whence.llm import GroupObjective, SequenceReturn, language_view, rollout_scores
 from whence.llm.rollout_scores import add_advantages, read_steps, score_rollouts
 from whence.stored.language.rounds import make_stored_rows
@@ -293,3 +294,36 @@ def test_rows_that_the_template_refuses_or_the_model_cannot_read_are_counted(
     assert run.round("records", 1)["record_id"].to_list() == [1, 3]
     assert "1 rows whose messages the chat template does not write" in caplog.text
     assert "1 rows with token ids that the model does not have" in caplog.text
+
+
+def score_with_log_probs(folder: Path, *, text: bool = False) -> RunDirectory:
+    """Score two rollouts whose file has log-probs, of which the first are those of the model."""
+    model, prompt, responses = make_model(), [3, 4], [[5, 6, 7], [8, 9]]
+    rows = []
+    for response in responses:
+        ids = torch.tensor([[*prompt, *response]])
+        log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
+        rows.append({"prompt_ids": prompt, "response_ids": response, "logprobs": log_probs.flatten().tolist()})
+    rows[1]["logprobs"] = [each - 0.75 for each in rows[1]["logprobs"]]
+    rows = [row | {"reward": float(place)} for place, row in enumerate(rows)]
+    if text:
+        rows = [{"input": "ab", "output": "cde", "score": 1.0, "logprobs": [-1.0, -2.0]}, *ROWS[1:2]]
+    return score_rollouts(write_lines(folder / "files", "1.jsonl", rows), model, make_tokenizer(), folder / "run")
+
+
+def test_the_samplers_log_probs_are_compared_with_the_checkpoints(tmp_path: Path) -> None:
+    run = score_with_log_probs(tmp_path)
+    table = run.round("records", 1)
+    assert table["sampler_difference"].to_list() == pytest.approx([0.0, 0.75], abs=1e-5)
+    for own, other, gap in zip(table["token_log_probs"], table["token_sampler_log_probs"], (0.0, 0.75), strict=True):
+        assert (own - other).to_list() == pytest.approx([gap] * len(own), abs=1e-5)
+    (finding,) = (one for one in find(run) if "sampler" in one.title)
+    assert finding.rank == "unusual"  # the checkpoint may be another than the sampler's
+    assert finding.record_ids[0] == 1
+    assert "40% of the tokens" in finding.evidence
+
+
+def test_log_probs_without_token_ids_are_a_column_like_others(tmp_path: Path) -> None:
+    table = score_with_log_probs(tmp_path, text=True).round("records", 1)
+    assert "sampler_difference" not in table.columns
+    assert table["info.logprobs"][0] == "[-1.0, -2.0]"

@@ -2,18 +2,17 @@
 
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.stats import ttest_ind
 
 from whence.findings.finding import CHANCE, CannotTellError, Finding, say_chance
+from whence.findings.response_figures import choose_rounds
 from whence.runs import RunDirectory
-
-_ROUNDS = 64
-"""Rounds that are read at most, spread over the run."""
 
 _LEAST_ROUNDS = 8
 _LEAST_UNITS = 8
@@ -23,15 +22,21 @@ _LEAST_CHANGE = 0.1
 _LARGE_CHANGE = 0.5
 """Of a reward's whole range: what rises less, while another stays low, may only come first."""
 
+_MOST_LEFT = 0.25
+"""Of what a reward was above its lowest: one that loses the rest counts from half of the least change on."""
+
+_MANY_UNITS, _PERMUTATIONS, _ENOUGH = 64, 100_000, 20
+"""Units that Welch's test needs where few are compared with many; permutations at most, and until so many rise."""
+
 _KEYS = ("round", "record_id", "unit", "advantage")
 
 
 class _Pair(NamedTuple):
-    """A reward that rises while another number falls, or stays low, from a quarter of the rounds to the last one."""
+    """A reward that rises while another number falls, or stays low, from some rounds to the last quarter of them."""
 
     rises: str
     falls: str
-    quarter: int
+    first: tuple[int, ...]
     p: float
     stays: bool = False
 
@@ -40,9 +45,11 @@ def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
     """Return the rewards that rise while another falls or stays low, with responses that have the one, not the other.
 
     The mean over the responses to a prompt is a unit, and units of a quarter of the rounds are compared with those of
-    the last quarter by Welch's test. A quarter may be any of the first three, since both may rise at first. What falls
-    may also be a number that a reward logged; a column of the data set is the same for all responses to a prompt. A
-    reward stays low if it hardly changes and ends in the lower half of its range, while the other rises by half of its.
+    the last quarter by Welch's test. A quarter may be any of the first three, since both may rise at first. The first
+    one, two, four, ... rounds are compared, too, since a reward may be lost in these. If their units are few, the
+    chance is the share of permutations of all units, which are exchangeable where nothing changes. What falls may also
+    be a number that a reward logged; a column of the data set is the same for all responses to a prompt. A reward stays
+    low if it hardly changes and ends in the lower half of its range, while the other rises by half of its.
 
     Raises:
         CannotTellError: there are few rounds, or there is one reward only.
@@ -59,17 +66,16 @@ def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
         raise CannotTellError("there is no second reward or logged number")
     strongest: dict[str, _Pair] = {}
     for pair in _test_pairs(table, rounds, pairs):
-        if pair.falls not in strongest or pair.p < strongest[pair.falls].p:
+        # What was lost did not stay low, even if that is the surer of the two.
+        if pair.falls not in strongest or (pair.stays, pair.p) < (strongest[pair.falls].stays, strongest[pair.falls].p):
             strongest[pair.falls] = pair
     return [_describe(table, rounds, pair) for pair in sorted(strongest.values(), key=lambda each: each.p)]
 
 
 def _read_numbers(run: RunDirectory) -> pl.DataFrame:
     """Return rewards and what varies among the responses to a prompt, as numbers, of rounds spread over the run."""
-    stored = run.rounds()
-    chosen = [stored[int(place)] for place in np.linspace(0, len(stored) - 1, min(_ROUNDS, len(stored))).round()]
     tables = []
-    for number in dict.fromkeys(chosen):
+    for number in choose_rounds(run.rounds()):
         table = run.round("records", number)
         unit = "group_id" if "group_id" in table.columns else "prompt"
         names = [name for name, kind in table.schema.items() if _is_looked_at(name, kind)]
@@ -89,31 +95,43 @@ def _is_looked_at(name: str, kind: pl.DataType) -> bool:
     return name.split(".")[0] in ("reward", "info") and (kind.is_numeric() or kind == pl.Boolean)
 
 
-def _test_pairs(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pairs: list[tuple[str, str]]) -> Iterator[_Pair]:
+def _list_beginnings(rounds: Int[np.ndarray, " r"]) -> list[tuple[int, ...]]:
+    """Return the first three quarters of the rounds, then the first one, two, four, ... of the first quarter."""
+    quarters = [tuple(part.tolist()) for part in np.array_split(rounds, 4)[:3]]
+    return quarters + [quarters[0][: 2**power] for power in range(len(rounds)) if 2**power < len(quarters[0])]
+
+
+def _test_pairs(table: pl.DataFrame, rounds: Int[np.ndarray, " r"], pairs: list[tuple[str, str]]) -> Iterator[_Pair]:
     """Yield pairs of which one rises and the other falls by more than chance and enough to matter."""
-    quarters = np.array_split(rounds, 4)
+    beginnings, last = _list_beginnings(rounds), tuple(np.array_split(rounds, 4)[3].tolist())
     numbers = sorted({name for pair in pairs for name in pair})
-    units = table.group_by("round", "unit").agg(pl.col(numbers).mean())
+    units = table.group_by("round", "unit", maintain_order=True).agg(pl.col(numbers).mean())
     values = {
-        (name, place): units.filter(pl.col("round").is_in(quarter.tolist()))[name].drop_nulls().to_numpy()
+        (name, part): units.filter(pl.col("round").is_in(part))[name].drop_nulls().to_numpy()
         for name in numbers
-        for place, quarter in enumerate(quarters)
+        for part in (*beginnings, last)
     }
     ends = {name: (table[name].min() or 0.0, table[name].max() or 0.0) for name in numbers}
     ranges: dict[str, tuple[float, float]] = ends  # type: ignore[assignment]
     spans = {name: high - low for name, (low, high) in ranges.items()}
+
+    @cache
+    def test(name: str, part: tuple[int, ...], sign: int) -> float:
+        before, after, low = values[name, part], values[name, last], ranges[name][0]
+        is_lost = sign < 0 and len(before) > 0 and after.mean() - low <= _MOST_LEFT * (before.mean() - low)
+        compare = _test_rise if part in beginnings[:3] else _permute_rise
+        return compare(sign * before, sign * after, _LEAST_CHANGE * spans[name] / (2 if is_lost else 1))
+
+    quarter = beginnings[0]
     for rises, falls in pairs:
-        for place in range(3):
-            p = max(
-                _test_rise(values[rises, place], values[rises, 3], _LEAST_CHANGE * spans[rises]),
-                _test_rise(-values[falls, place], -values[falls, 3], _LEAST_CHANGE * spans[falls]),
-            )
-            if (p := min(1.0, p * 3 * len(pairs))) <= CHANCE:
-                yield _Pair(rises, falls, place, p)
-        if falls.startswith("reward.") and _stays_low(values[falls, 0], values[falls, 3], *ranges[falls]):
-            p = _test_rise(values[rises, 0], values[rises, 3], _LARGE_CHANGE * spans[rises]) * len(pairs)
+        for part in beginnings:
+            p = max(test(rises, part, 1), test(falls, part, -1)) * len(beginnings) * len(pairs)
             if p <= CHANCE:
-                yield _Pair(rises, falls, 0, p, stays=True)
+                yield _Pair(rises, falls, part, p)
+        if falls.startswith("reward.") and _stays_low(values[falls, quarter], values[falls, last], *ranges[falls]):
+            p = _test_rise(values[rises, quarter], values[rises, last], _LARGE_CHANGE * spans[rises]) * len(pairs)
+            if p <= CHANCE:
+                yield _Pair(rises, falls, quarter, p, stays=True)
 
 
 def _stays_low(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " m"], low: float, high: float) -> bool:
@@ -132,8 +150,20 @@ def _test_rise(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " m"], 
         return float(ttest_ind(before, after, equal_var=False, alternative="less").pvalue)
 
 
-def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair) -> Finding:
-    first, last = np.array_split(rounds, 4)[pair.quarter], np.array_split(rounds, 4)[3]
+def _permute_rise(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " m"], least: float) -> float:
+    """Return the share of permutations of units with such a rise, for units too few for Welch's test; see there."""
+    if len(before) >= _MANY_UNITS or not after.mean() - before.mean() > least or len(before) < _LEAST_UNITS:
+        return _test_rise(before, after, least)
+    units, generator = np.concatenate([before, after]), np.random.default_rng(0)
+    count = done = 0
+    while done < _PERMUTATIONS and count < _ENOUGH:
+        sums = generator.permuted(np.tile(units, (1000, 1)), axis=1)[:, : len(before)].sum(axis=1)
+        count, done = count + int((sums <= before.sum() + 1e-9).sum()), done + 1000
+    return (count + 1) / (done + 1)
+
+
+def _describe(table: pl.DataFrame, rounds: Int[np.ndarray, " r"], pair: _Pair) -> Finding:
+    first, last = np.array(pair.first), np.array_split(rounds, 4)[3]
     parts = [table.filter(pl.col("round").is_in(part.tolist())) for part in (first, last)]
     means = {name: [_mean(part, name) for part in parts] for name in (pair.rises, pair.falls)}
     by_round = table.group_by("round").agg(pl.col(pair.rises, pair.falls).mean()).sort("round")
@@ -152,10 +182,11 @@ def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair)
     by = [name for name in (pair.rises, "advantage") if name in rows.columns]
     rows = rows.sort(*by, descending=True, nulls_last=True)
     rises, falls = (name.partition(".")[2] or name for name in (pair.rises, pair.falls))
+    beginning = f"rounds {first[0]} to {first[-1]}" if len(first) > 1 else f"round {first[0]}"
     return Finding(
         "reward",
         f"`{rises}` rises while `{falls}` {'stays low' if pair.stays else 'falls'}, since about round {onset}",
-        f"From rounds {first[0]} to {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
+        f"From {beginning} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
         f"{high:.2g} and `{falls}` from {before:.2g} to {after:.2g}. "
         f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have more than {much:.3g} of "
         f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p)}",

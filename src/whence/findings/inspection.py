@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import polars as pl
 
 from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
@@ -27,7 +28,9 @@ from whence.findings.finding import (
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.history import History
 from whence.findings.reference import FEWEST, Reference, compare, read_reference
+from whence.findings.response_figures import measure_rounds
 from whence.findings.settings import RESPONSES, give_advice
+from whence.findings.trainer_options import name_trainer
 from whence.runs import RunDirectory
 from whence.stored import LOG_FILES, Logs, find_logs, read_logs
 
@@ -89,7 +92,7 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
 
 def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
-    metrics = run.metrics if isinstance(run, Logs) else run.table("metrics")
+    metrics = run.metrics if isinstance(run, Logs) else _join_rounds(run)
     try:
         if isinstance(run, Logs):
             raise CannotTellError(_NO_RECORDS)
@@ -97,13 +100,25 @@ def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
         checks = checks or [Check(_REWARDS, "fine", "nothing is seen")]
     except CannotTellError as error:
         checks = [Check(_REWARDS, "could not be looked at", f"because {error}")]
-    advice = give_advice(metrics)
+    advice = give_advice(metrics, run.trainer if isinstance(run, Logs) else name_trainer(run.config))
     checks += [Check(name, one.rank, one.title, one) for name, one in advice.items()]
-    for name, column in ((name, rule.column) for name, rule in RESPONSES.items() if name not in advice):
-        rounds = metrics[column].count() if column in metrics.columns else 0
-        text = f"nothing is seen in {rounds:,} rounds" if rounds else f"because the metrics have no `{column}`"
-        checks += [Check(name, "fine" if rounds else "could not be looked at", text)]
+    for name, rule in ((name, rule) for name, rule in RESPONSES.items() if name not in advice):
+        rounds = metrics[rule.column].count() if rule.column in metrics.columns else 0
+        reason = f"fewer than {rule.least} rounds have it" if rounds else f"the run has no `{rule.column}`"
+        is_seen, text = rounds >= rule.least, f"nothing is seen in {rounds:,} rounds"
+        outcome: Outcome = "fine" if is_seen else "could not be looked at"
+        checks.append(Check(name, outcome, text if is_seen else f"because {reason}"))
     return sort_checks(checks)
+
+
+def _join_rounds(run: RunDirectory) -> pl.DataFrame:
+    """Return a language model's metrics with its evaluations, and with what its records hold of each round."""
+    metrics = run.table("metrics")
+    for table in (run.table("evaluations"), measure_rounds(run)):
+        if len(table) and "round" in metrics.columns:
+            table = table.drop({*table.columns} & {*metrics.columns} - {"round"}).unique("round", keep="last")
+            metrics = metrics.join(table, on="round", how="left", maintain_order="left")
+    return metrics
 
 
 def open_run_or_logs(path: str | Path) -> RunDirectory | Logs:

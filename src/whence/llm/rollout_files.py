@@ -33,6 +33,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "prompt_ids": ("prompt_ids", "prompt_tokens"),
         "response_ids": ("response_ids", "response_tokens"),
         "response_mask": ("response_mask",),
+        "log_probs": ("rollout_log_probs", "response_logprobs", "logprobs", "log_probs"),
     }
 )
 """What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
@@ -263,6 +264,9 @@ def _unwrap(line: Row, where: str) -> Row:
 def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
     """Return a rollout with the names of `NAMES`, `reward.NAME` and `info.NAME`."""
     usual = {name: next((each for each in names if each in line), None) for name, names in NAMES.items()}
+    log_probs, tokens = (line.get(usual[name] or "") for name in ("log_probs", "response_ids"))
+    if not _is_list_of(log_probs, int | float | None) or len(log_probs or ()) != len(tokens or ()):
+        usual["log_probs"] = None  # of another form, as with the likeliest tokens of each place
     sources = {name: source for name, source in {**usual, **columns}.items() if source is not None}
     reward = sources.pop("reward", None)
     for name in ("prompt", "response"):
@@ -282,11 +286,10 @@ def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
         functions = [name for name in numbers if not isinstance(line[name], bool)]
         reward = functions[0] if len(functions) == 1 else None  # TRL's only reward function
     row = {name: _check_value(name, line[source], where) for name, source in sources.items()}
-    mask, ids = row.get("response_mask"), row.get("response_ids")
-    if mask and ids and len(mask) != len(ids):
-        raise WhenceError(
-            f"{where}: {len(mask)} values of response_mask are for {len(ids)} tokens; as many are needed."
-        )
+    ids = row.get("response_ids")
+    for name in ("response_mask", "log_probs"):
+        if (values := row.get(name)) and ids and len(values) != len(ids):
+            raise WhenceError(f"{where}: {len(values)} values of {name} are for {len(ids)} tokens; as many are needed.")
     weights = {} if reward is None else _read_sum(reward, line, where)
     parts = {name: _read_number(name, line[name], where) for name in weights}
     if parts:
@@ -346,6 +349,8 @@ def _check_value(name: str, value: Any, where: str) -> Any:
         except (TypeError, ValueError, OverflowError):
             pass
         raise WhenceError(f"{where}: the step is {_shorten(value)}; a whole number from 0 is needed.")
+    if name == "log_probs" and not _is_list_of(value, int | float | None):
+        raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of numbers is needed.")
     if name.endswith(("ids", "mask")):
         if not isinstance(value, list) or any(not isinstance(each, int) or not 0 <= each < 2**31 for each in value):
             raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of whole numbers from 0 is needed.")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -10,11 +11,20 @@ from types import MappingProxyType
 from typing import Any
 
 import polars as pl
+import torch
 
 from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of, suggest
-from whence.llm.base import average_rows, describe_rows_scored, list_infos, list_tokens, make_table_rows, pad_rows
+from whence.llm.base import (
+    average_rows,
+    describe_rows_scored,
+    list_infos,
+    list_signals,
+    list_tokens,
+    make_table_rows,
+    pad_rows,
+)
 from whence.llm.rollout_files import NAMES, Row, list_files, read_rows
-from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
+from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, evaluate_rows, score
 from whence.llm.text import (
     Tokens,
     check_tokenizer,
@@ -121,6 +131,7 @@ def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
         **{"prompt": pl.String, "response": pl.String, **dict.fromkeys(chats, pl.Object)},
         **{name: pl.Float64 for name in names if name == "reward" or name.startswith("reward.")},
         **{"prompt_ids": pl.List(pl.Int64), "response_ids": pl.List(pl.Int64), "response_mask": pl.List(pl.Boolean)},
+        "log_probs": pl.List(pl.Float64),
     }
     series = [pl.Series(name, values[name], kind) for name, kind in kinds.items() if name in values]
     infos = list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
@@ -230,7 +241,8 @@ def score_rollouts(
                 if reference is not None:
                     rows = add_reference(rows, reference, temperature, batch_size)
                 influence = score(model, rows, scoring)
-            table = _add_scores(table, rows, influence, tokenizer)
+                signals = _compare_samplers(table, rows, model, temperature, batch_size)
+            table = _add_scores(table, rows, influence, tokenizer).with_columns(signals)
             recorder.write_round(number, table)
             summary = summarise_selection(ScoreAll().select(rows), influence)
             recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
@@ -316,6 +328,21 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
     is_single = group.n_unique().over(step) == pl.len().over(step)
     advantage = pl.when(is_single).then(single).otherwise(shared).fill_null(0.0)
     return table.with_columns(numbers.select(advantage=advantage))
+
+
+def _compare_samplers(
+    table: pl.DataFrame, rows: RecordBatch, model: Any, temperature: float, batch_size: int
+) -> list[pl.Series]:
+    """Return the rows' log-probs at the checkpoint, and those of the sampler, as columns; none if files have none."""
+    if "log_probs" not in table.columns:
+        return []
+    columns: Any = rows.observations
+    log_probs = evaluate_rows(model, rows, temperature, batch_size).log_prob
+    mask, lengths = columns["response_mask"].cpu(), list_tokens(rows)[1].list.len().to_list()
+    known = [[math.nan if each is None else each for each in values or ()] for values in table["log_probs"].to_list()]
+    sampler = torch.tensor([values + [math.nan] * (mask.shape[1] - len(values)) for values in known])
+    sampler = sampler.masked_fill(sampler.isinf(), math.nan)
+    return list_signals(mask, lengths, log_probs=log_probs, sampler_log_probs=sampler)
 
 
 def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:

@@ -1,5 +1,6 @@
 """Logs of a training that is over, where no run directory exists: other libraries' files, in whence's names."""
 
+import fnmatch
 import json
 import logging
 import math
@@ -36,15 +37,22 @@ AGENT_NAMES: Names = {
 LANGUAGE_NAMES: Names = {
     ("round", "x"): ("training/global_step", "step"),
     ("reward", "x"): ("reward", "critic/score/mean"),
+    ("test_return", "x"): ("eval_reward", "eval/reward", "val-core/*", "val/test_score/*"),
     ("length", "x"): ("completions/mean_length", "completion_length", "response_length/mean", "response_length"),
     ("ended_share", "1 - x"): ("completions/clipped_ratio", "response_length/clip_ratio"),
+    ("equal_groups", "x"): ("frac_reward_zero_std",),
+    # A divergence of the sampler from the trainer is at most the mean |difference| of their log-probs.
+    ("sampler_difference", "x"): ("sampling/sampling_logp_difference/mean", "rollout_corr/kl"),
     ("kl", "x · length"): ("kl", "actor/kl_loss", "actor/reward_kl_penalty"),
     # What verl and OpenRLHF call entropy_loss is the entropy: their losses subtract it.
     ("train/entropy_loss", "-x"): ("entropy", "actor/entropy", "actor/entropy_loss", "entropy_loss"),
     ("train/approx_kl", "x"): ("actor/ppo_kl", "ppo_kl"),
     ("train/learning_rate", "x"): ("learning_rate", "actor/lr", "actor_lr"),
 }
-"""Of TRL, verl and OpenRLHF, whose TensorBoard files may have `train/` in front of them."""
+"""Of TRL, verl and OpenRLHF, whose TensorBoard files may have `train/` in front of them; `*` is any text."""
+
+_TRAINERS = {"TRL": "completion*", "verl": "critic/*", "OpenRLHF": "response_length"}
+"""What a trainer of language models logs, and no other does."""
 
 _STEPS = (*AGENT_NAMES["step", "x"], *LANGUAGE_NAMES["round", "x"])
 
@@ -64,12 +72,14 @@ class Logs:
         is_language: whether a language model was trained, and no agent.
         axes: axes of actions that the entropy is of; 0: they are discrete.
         not_read: the logged names that whence does not read.
+        trainer: of a language model, "TRL", "verl" or "OpenRLHF"; empty: it is not known.
     """
 
     metrics: pl.DataFrame
     is_language: bool
     axes: int
     not_read: tuple[str, ...]
+    trainer: str = ""
 
 
 def read_logs(path: Path) -> Logs:
@@ -92,13 +102,23 @@ def read_logs(path: Path) -> Logs:
     if not is_language or "round" not in metrics.columns:
         metrics = metrics.drop("round", strict=False).with_row_index("round", 1)
     metrics = metrics.cast({"round": pl.Int64}, strict=False).drop_nulls("round")
-    return Logs(metrics, is_language, axes, tuple(not_read))
+    if not is_language:
+        return Logs(metrics, False, axes, tuple(not_read))
+    metrics = metrics.group_by("round", maintain_order=True).agg(pl.all().drop_nulls().last())
+    names = [name.removeprefix("train/") for name in table.columns]
+    trainer = next((each for each, pattern in _TRAINERS.items() if fnmatch.filter(names, pattern)), "")
+    return Logs(metrics, is_language, axes, tuple(not_read), trainer)
 
 
 def _translate(table: pl.DataFrame, known: Names) -> tuple[pl.DataFrame, list[str]]:
     """Return logged numbers in whence's columns, of several names of one the first; and the names that are not read."""
     prefix = "train/" if known is LANGUAGE_NAMES else ""
-    logged = {name: key for name in table.columns for key, names in known.items() if name.removeprefix(prefix) in names}
+    logged = {
+        name: key
+        for name in table.columns
+        for key, names in known.items()
+        if any(fnmatch.fnmatchcase(name.removeprefix(prefix), each) for each in names)
+    }
     length = next((pl.col(name) for name, (column, _) in logged.items() if column == "length"), None)
     if known is LANGUAGE_NAMES and length is None:  # which rules on these need
         logged = {name: key for name, key in logged.items() if key[0] not in ("kl", "train/entropy_loss")}

@@ -227,11 +227,13 @@ def list_signals(
     ref_log_probs: Float[Tensor, "n R"] | None = None,
     ratios: Float[Tensor, "n R"] | None = None,
     clip: tuple[float, float] | None = None,
+    sampler_log_probs: Float[Tensor, "n R"] | None = None,
 ) -> list[pl.Series]:
     """Return numbers of tokens as columns of lists, and of each response as numbers; NaN is unknown.
 
     The numbers are `entropy`, the mean over tokens; `divergence` from the reference, the sum of differences of
-    log-probs; and `clip_share`, the share of ratios outside of `clip`.
+    log-probs; `clip_share`, the share of ratios outside of `clip`; and `sampler_difference`, the mean |difference| of
+    the sampler's log-probs from `log_probs`.
 
     Args:
         mask: the tokens that count; others, such as a tool's, have null.
@@ -241,8 +243,10 @@ def list_signals(
         ref_log_probs: under the reference model.
         ratios: of the probabilities after the last step on the response to those before the first.
         clip: the bounds of ratios.
+        sampler_log_probs: as the program that drew the response computed them.
     """
     columns = {"log_probs": log_probs, "entropies": entropies, "ref_log_probs": ref_log_probs, "ratios": ratios}
+    columns["sampler_log_probs"] = sampler_log_probs
     present = {n: torch.where(mask, c.float().cpu(), torch.nan) for n, c in columns.items() if c is not None}
     series = []
     for name, column in present.items():
@@ -255,13 +259,18 @@ def list_signals(
     if ref_log_probs is not None:
         known = (present["log_probs"] - present["ref_log_probs"]).double()
         numbers["divergence"] = torch.where(known.isnan().all(dim=1), torch.nan, known.nansum(dim=1))
+    if sampler_log_probs is not None:
+        numbers["sampler_difference"] = (present["log_probs"] - present["sampler_log_probs"]).abs().nanmean(dim=1)
     if ratios is not None and clip is not None:
         outside = ((present["ratios"] < clip[0]) | (present["ratios"] > clip[1])).float()
         numbers["clip_share"] = torch.where(present["ratios"].isnan(), torch.nan, outside).nanmean(dim=1)
     return series + [pl.Series(name, v.tolist(), dtype=pl.Float64).fill_nan(None) for name, v in numbers.items()]
 
 
-_MEANS = {"tokens": "length", "ended": "ended_share", "divergence": "kl", "clip_share": "train/clip_fraction"}
+_MEANS = {
+    **{"tokens": "length", "ended": "ended_share", "divergence": "kl", "clip_share": "train/clip_fraction"},
+    "sampler_difference": "sampler_difference",
+}
 """Metrics of rounds that are means of columns of other names."""
 
 

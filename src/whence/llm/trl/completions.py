@@ -279,7 +279,7 @@ def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Opt
 _SAME_RATIO = 1e-5
 """Ratios of probabilities that differ from 1 by no more are of one policy."""
 
-_COLUMNS = ("log_probs", "entropies", "last")
+_COLUMNS = ("log_probs", "entropies", "last", "sampler")
 
 
 class PassSignals:
@@ -291,6 +291,7 @@ class PassSignals:
     def note(self, minibatch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor | None) -> None:
         """Take a pass: the first one's log-probs are those of the policy that drew the tokens, unless TRL has them."""
         columns = {"last": log_probs, "entropies": entropies, "log_probs": minibatch.get("old_per_token_logps")}
+        columns["sampler"] = minibatch.get("sampling_per_token_logps")  # of vLLM alone
         present = {name: column.detach().float().cpu() for name, column in columns.items() if column is not None}
         for place, row in enumerate(minibatch[ROW].tolist()):
             numbers = {name: column[place] for name, column in present.items()}
@@ -331,4 +332,5 @@ def list_pass_signals(
         ref_log_probs=observations.get("ref_log_probs"),
         ratios=ratios if ((known - 1).abs() > _SAME_RATIO).any() else None,
         clip=(1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)),
+        sampler_log_probs=None if columns["sampler"].isnan().all() else columns["sampler"],
     )

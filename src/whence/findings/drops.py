@@ -25,6 +25,9 @@ _PART, _LEAST_PART = 10, 3
 LEAST_DEPTH = 1 / 3
 """How far a return has to fall, as a share of what it had risen, to be a drop."""
 
+_BEYOND = 4.0
+"""How many times the usual change between neighbouring tenths a rise and a fall have: of noise, nearly none has."""
+
 WINDOW = 5
 """Rounds before a drop in which something may have been unusual."""
 
@@ -71,7 +74,12 @@ def find_drop(rounds: NDArray[np.int64], returns: Numbers) -> Drop | None:
     first, *middle, last = means = windows.mean(axis=1)
     best = len(middle) - int(middle[::-1].index(max(middle)))  # of equal ones, the last
     risen, fallen = means[best] - first, means[best] - last
-    if risen <= _reach(windows[0]) + _reach(windows[best]) or fallen <= _reach(windows[best]) + _reach(windows[-1]):
+    # What has no trend wanders, too, such as a logged mean over a hundred episodes: from one tenth to the next.
+    steps = np.abs(means[part:] - means[:-part])
+    wandered = [_BEYOND * float(np.median(each)) for each in (steps[: best + 1], steps)]
+    if risen <= max(wandered[0], _reach(windows[0]) + _reach(windows[best])):
+        return None
+    if fallen <= max(wandered[1], _reach(windows[best]) + _reach(windows[-1])):
         return None
     place = best + split_in_two(values[best:])
     return Drop(

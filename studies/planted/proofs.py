@@ -99,7 +99,7 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: Callable[[str], None])
     setup, planted = SETUPS[case], "lander" if case == "plain" else case
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
-    states, _ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
+    states = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0).states
     target = Action(states, np.full(len(states), world.action))
     if what == "raw":
         causes = find_causes(directory, target, rounds=range(1, setup.rounds + 1), method=setup.method)

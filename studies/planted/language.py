@@ -28,8 +28,8 @@ import torch
 import typer
 
 from studies.planted import grader, judging
-from studies.planted.activations import compare_responses
 from studies.planted.judging import LANGUAGE, Bools, Floats
+from studies.planted.responses import compare_responses
 from studies.planted.tables import write_tables
 from studies.shared import Only, Out, Runs, report, write_line
 from whence.causes import Examples, find_causes

@@ -1,6 +1,8 @@
 """Planted worlds pay what they say, and methods are judged by what was paid."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -41,6 +43,27 @@ def test_activations_are_compared_less_their_mean_with_the_difference_of_example
     cosines = activations.compare_activations(records, examples, opposites)
     assert cosines == pytest.approx([3 / 5, -1, 0, -1 / 37**0.5])
     assert activations.compare_activations(records, opposites, examples) == pytest.approx(-cosines)
+
+
+def test_a_response_has_the_mean_of_the_residual_stream_at_its_tokens() -> None:
+    pytest.importorskip("transformers")
+    from studies.planted.responses import read_residual
+    from whence.llm import make_rows
+
+    class Doubling(torch.nn.Module):
+        """Two layers, each of which doubles the stream; it begins as the token."""
+
+        def forward(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+            stream = input_ids[:, :, None].float()
+            return SimpleNamespace(hidden_states=[stream, 2 * stream, 4 * stream])
+
+    rows = make_rows(
+        input_ids=torch.tensor([[90, 91, 3, 5, 7], [92, 80, 2, 4, 80]]),
+        attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]]),
+        response_mask=torch.tensor([[True, True, True], [True, True, False]]),
+    )
+    assert read_residual(Doubling(), rows, 1).tolist() == [[10], [6]]
+    assert read_residual(Doubling(), rows, 2).tolist() == [[20], [12]]
 
 
 def test_the_truth_is_what_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ from whence.stored.agents import load_agent, read_objective, read_records
 
 
 def compare_activations(
-    activations: Float[Tensor, "n d"], examples: Float[Tensor, "m d"], opposites: Float[Tensor, "k d"]
+    activations: Float[Tensor, "n d"],
+    examples: Float[Tensor, "m d"],
+    opposites: Float[Tensor, "k d"],
+    *,
+    project: bool = False,
 ) -> Floats:
     """Return the cosine of each record's activation, less the mean, with the difference of two means, (n,).
 
@@ -33,11 +37,13 @@ def compare_activations(
         activations: of the records.
         examples: of examples of the behaviour.
         opposites: of examples of its opposite.
+        project: return projections on the difference, in place of cosines.
     """
     difference = examples.mean(0) - opposites.mean(0)
     centred = activations - activations.mean(0)
-    cosines: Floats = torch.cosine_similarity(centred, difference[None], dim=1).double().numpy()
-    return cosines
+    projections = centred @ (difference / difference.norm())
+    scores = projections if project else torch.cosine_similarity(centred, difference[None], dim=1)
+    return scores.double().numpy()
 
 
 def score_states(

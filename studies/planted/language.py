@@ -11,7 +11,7 @@ bug does not pay: they teach to avoid the right answer. Both were added after th
 "influence", "nearest" and "bm25" are methods of `whence.causes.find_causes`; "nearest of all" has all
 held-out problems of the kind as examples. "advantage x answer" changes the sign of the advantage where a response ends
 in another number than the answer in question. "activations" is that of `studies.planted.activations`, in the last layer
-or a middle one, by one problem or all.
+or a middle one, by one problem or all; "projected" takes projections in place of cosines.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -43,7 +43,8 @@ from whence.stored.language.tasks import load_language_model
 
 METHODS = (
     *("advantage", "advantage x answer", "influence", "nearest", "nearest of all", "bm25"),
-    *("activations", "activations, middle", "activations of all", "activations of all, middle"),
+    *("activations", "activations, middle", "activations, projected"),
+    *("activations of all", "activations of all, middle", "activations of all, projected"),
 )
 
 SEEDS, ROUNDS = range(5), 40
@@ -94,7 +95,9 @@ def score(
     advantages = records["advantage"].cast(pl.Float64).to_numpy()
     if method.startswith("activations"):
         examples = questions if "of all" in method else [questions[place]]
-        return advantages * compare_responses(directory, examples, middle=method.endswith("middle"))
+        _, _, variant = method.partition(", ")
+        options = {"middle": variant == "middle", "project": variant == "projected"}
+        return advantages * compare_responses(directory, examples, **options)
     if not method.startswith("advantage"):
         return find_causes(directory, Examples(*questions[place]), method=method)["score"].to_numpy()
     if method == "advantage":

@@ -20,13 +20,16 @@ BATCH = 64
 """Responses that the model reads at once."""
 
 
-def compare_responses(directory: RunDirectory, questions: Sequence[tuple[str, str]], *, middle: bool) -> Floats:
+def compare_responses(
+    directory: RunDirectory, questions: Sequence[tuple[str, str]], *, middle: bool, project: bool
+) -> Floats:
     """Return the similarity of all responses of a run with wrong answers, as against the right ones, (n,).
 
     Args:
         directory: the run.
         questions: problems with their wrong answers.
         middle: take the middle layer; else the last one.
+        project: see `compare_activations`.
     """
     trained = load_trained_task(directory)
     assert trained is not None
@@ -37,7 +40,8 @@ def compare_responses(directory: RunDirectory, questions: Sequence[tuple[str, st
     tables = [directory.round("records", number) for number in directory.rounds()]
     rows = [make_stored_rows(table, task.tokenizer, task.model.device) for table in tables]
     activations = torch.cat([read_residual(task.model, each, layer) for each in rows])
-    return compare_activations(activations, *(_read_pairs(task, pairs, layer) for pairs in (questions, right)))
+    ends = (_read_pairs(task, pairs, layer) for pairs in (questions, right))
+    return compare_activations(activations, *ends, project=project)
 
 
 def _read_pairs(task: Task, pairs: Sequence[tuple[str, str]], layer: int) -> Float[Tensor, "m d"]:

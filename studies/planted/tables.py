@@ -21,8 +21,9 @@ METHODS = (
         "similar-hidden",
     ),
     *("direction", "clusters", "hidden", "advantage x answer", "bm25", "embedding", "nearest of all"),
-    *("activations", "activations, raw", "activations, same action", "activations, middle"),
-    *("activations of all", "activations of all, middle"),
+    *("activations", "activations, raw", "activations, same action"),
+    *("activations, middle", "activations, projected"),
+    *("activations of all", "activations of all, middle", "activations of all, projected"),
 )
 """The methods in the order of the tables. The code of those that no command has any more is in the history."""
 

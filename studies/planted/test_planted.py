@@ -43,6 +43,8 @@ def test_activations_are_compared_less_their_mean_with_the_difference_of_example
     cosines = activations.compare_activations(records, examples, opposites)
     assert cosines == pytest.approx([3 / 5, -1, 0, -1 / 37**0.5])
     assert activations.compare_activations(records, opposites, examples) == pytest.approx(-cosines)
+    projections = activations.compare_activations(records, examples, opposites, project=True)
+    assert projections == pytest.approx([3, -2, 0, -1])
 
 
 def test_a_response_has_the_mean_of_the_residual_stream_at_its_tokens() -> None:

@@ -10,7 +10,8 @@ bug does not pay: they teach to avoid the right answer. Both were added after th
 
 "influence", "nearest" and "bm25" are methods of `whence.causes.find_causes`; "nearest of all" has all
 held-out problems of the kind as examples. "advantage x answer" changes the sign of the advantage where a response ends
-in another number than the answer in question.
+in another number than the answer in question. "activations" is that of `studies.planted.activations`, in the last layer
+or a middle one, by one problem or all; "projected" takes projections in place of cosines.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -28,6 +29,7 @@ import typer
 
 from studies.planted import grader, judging
 from studies.planted.judging import LANGUAGE, Bools, Floats
+from studies.planted.responses import compare_responses
 from studies.planted.tables import write_tables
 from studies.shared import Only, Out, Runs, report, write_line
 from whence.causes import Examples, find_causes
@@ -39,7 +41,11 @@ from whence.stored.language import LanguageConfig, load_trained_task, make_respo
 from whence.stored.language.language_config import task_settings
 from whence.stored.language.tasks import load_language_model
 
-METHODS = ("advantage", "advantage x answer", "influence", "nearest", "nearest of all", "bm25")
+METHODS = (
+    *("advantage", "advantage x answer", "influence", "nearest", "nearest of all", "bm25"),
+    *("activations", "activations, middle", "activations, projected"),
+    *("activations of all", "activations of all, middle", "activations of all, projected"),
+)
 
 SEEDS, ROUNDS = range(5), 40
 
@@ -86,9 +92,14 @@ def score(
     if method == "nearest of all":
         prompts, responses = zip(*questions, strict=True)
         return find_causes(directory, Examples(prompts, responses), method="nearest")["score"].to_numpy()
+    advantages = records["advantage"].cast(pl.Float64).to_numpy()
+    if method.startswith("activations"):
+        examples = questions if "of all" in method else [questions[place]]
+        _, _, variant = method.partition(", ")
+        options = {"middle": variant == "middle", "project": variant == "projected"}
+        return advantages * compare_responses(directory, examples, **options)
     if not method.startswith("advantage"):
         return find_causes(directory, Examples(*questions[place]), method=method)["score"].to_numpy()
-    advantages = records["advantage"].cast(pl.Float64).to_numpy()
     if method == "advantage":
         return advantages
     result = answer(questions[place][1])

@@ -3,10 +3,11 @@
 Run: `python -m studies.planted.proofs results/planted [--only arithmetic/finder]`. The runs are those of seed 0 of
 `studies.planted.run` and `studies.planted.language`, which are trained if they are not there. In each, `whence prove`
 trains the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what got the rigged reward,
-"raw" what `nearest` would name with advantages as stored. "plain" is LunarLander without the plant. There, nothing has
-paid for the records of "truth", firings of the left engine in the lower half in a tenth of the episodes; but they are
-all of one action, and what they taught about it is left out with them. The records of "episodes", all of that tenth,
-are nothing special.
+"raw" what `nearest` would name with advantages as stored, "activations" what "activations, same action" names.
+
+"plain" is LunarLander without the plant. There, nothing has paid for the records of "truth", firings of the left engine
+in the lower half in a tenth of the episodes; but they are all of one action, and what they taught about it is left out
+with them. The records of "episodes", all of that tenth, are nothing special.
 
 A finished training is not done again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -22,7 +23,7 @@ import typer
 
 from studies.planted import grader, language
 from studies.planted import run as agents
-from studies.planted.judging import is_apart_by_means, score_by_raw
+from studies.planted.judging import Floats, is_apart_by_means, score_by_raw
 from studies.shared import Only, Out, Runs, read_list, report, table, write_line, write_page
 from whence.causes import AgentTraining, Examples, Proof, find_causes, prove
 from whence.causes.retraining import VARIANTS
@@ -56,7 +57,15 @@ agents.CASES["plain"] = agents.CASES["lander"]._replace(env="LunarLander-v3", ro
 
 JOBS = [(case, what) for case in SETUPS if case != "plain" for what in ("finder", "truth")]
 JOBS += [("plain", "truth"), ("plain", "episodes"), ("lander", "raw"), ("minigrid", "raw")]
+JOBS += [("lander", "activations"), ("minigrid", "activations")]
 """The worlds, and what is left out in them."""
+
+
+def read_numbered(directory: RunDirectory) -> pl.DataFrame:
+    """Return the records of all rounds, in order, with the column `round`."""
+    tables = ((number, directory.round("records", number)) for number in directory.rounds())
+    numbered = (table.with_columns(pl.lit(number, dtype=pl.Int64).alias("round")) for number, table in tables)
+    return pl.concat(numbered, how="diagonal_relaxed")
 
 
 def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool = False) -> pl.DataFrame:
@@ -64,17 +73,18 @@ def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool 
 
     Of the lander these are records, or whole episodes.
     """
-    numbered = [(number, directory.round("records", number)) for number in range(1, rounds + 1)]
     # An episode's beginning, which tells whether it is rigged, may be in the round before.
-    records = pl.concat(
-        (table.with_columns(pl.lit(number, dtype=pl.Int64).alias("round")) for number, table in numbered),
-        how="diagonal_relaxed",
-    )
+    records = read_numbered(directory).filter(pl.col("round") <= rounds)
     rigged = language.find_rigged(records) if case == "arithmetic" else agents.find_rigged(case, records)
     chosen = records.filter(pl.Series(rigged))
     if whole:
         chosen = records.filter(pl.col("episode_id").is_in(chosen["episode_id"].to_list()))
     return chosen.select("round", "record_id")
+
+
+def name_top(records: pl.DataFrame, scores: Floats, top: int) -> pl.DataFrame:
+    """Return `round` and `record_id` of the records that score highest."""
+    return records.with_columns(score=scores).sort("score", descending=True).head(top).select("round", "record_id")
 
 
 def prove_text(what: str, runs: Path, on_stage: Callable[[str], None]) -> Proof:
@@ -99,12 +109,16 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: Callable[[str], None])
     setup, planted = SETUPS[case], "lander" if case == "plain" else case
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
-    states, _ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
-    target = Action(states, np.full(len(states), world.action))
+    visits = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
+    target = Action(visits.states, np.full(len(visits.states), world.action))
     if what == "raw":
         causes = find_causes(directory, target, rounds=range(1, setup.rounds + 1), method=setup.method)
-        ranked = causes.with_columns(score=score_by_raw(causes)).sort("score", descending=True)
-        left_out = ranked.head(setup.top).select("round", "record_id")
+        left_out = name_top(causes, score_by_raw(causes), setup.top)
+    elif what == "activations":
+        records = read_numbered(directory)
+        scores = agents.score("activations, same action", directory, records, visits, world.action)
+        is_first = records["round"] <= setup.rounds
+        left_out = name_top(records.filter(is_first), scores[is_first.to_numpy()], setup.top)
     else:
         left_out = list_rigged(planted, directory, setup.rounds, whole=what == "episodes")
     return prove(

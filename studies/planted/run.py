@@ -10,7 +10,8 @@ truth is known: the records that got the rigged reward. Each method scores all r
 
 "influence" and "nearest" are methods of `whence.causes.find_causes`; "nearest, raw" takes advantages as stored, in
 place of those that PPO normalised. "advantage" and "advantage x action" are what needs no model: the latter changes
-the sign where another action than B was taken.
+the sign where another action than B was taken. "activations" is that of `studies.planted.activations`. With "same
+action", records of other actions score 0.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -26,6 +27,7 @@ import typer
 from numpy.typing import NDArray
 
 from studies.planted import judging, worlds
+from studies.planted.activations import score_states
 from studies.planted.judging import Bools, Floats
 from studies.planted.tables import write_tables
 from studies.shared import Only, Out, Runs, report, write_line
@@ -59,10 +61,21 @@ CASES = {
     ),
 }
 
-METHODS = ("advantage", "advantage x action", "influence", "nearest", "nearest, raw")
+METHODS = (
+    *("advantage", "advantage x action", "influence", "nearest", "nearest, raw", "nearest, same action"),
+    *("activations", "activations, raw", "activations, same action"),
+)
 
 STEPS, STATES = 4096, 512
-"""Steps of the trained policy's own rollouts, and the most states of the target, drawn from those in the region."""
+"""Steps of the trained policy's own rollouts, and the most states that are taken in the region and outside of it."""
+
+
+class Visits(NamedTuple):
+    """States of the trained policy's rollouts: some in the region, their number in all, and some outside of it."""
+
+    states: NDArray[Any]
+    count: int
+    others: NDArray[Any]
 
 
 def configure_run(case: Case, seed: int) -> RunConfig:
@@ -91,24 +104,26 @@ def find_rigged(name: str, records: pl.DataFrame) -> Bools:
     return pays & (records["action"].to_numpy() == worlds.LEFT_ENGINE) & (observations[:, 1] < worlds.HALF)
 
 
-def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int]:
-    """Return states of the trained policy's rollouts in which the tic would pay, `STATES` at most, and their number."""
+def visit_region(directory: RunDirectory, seed: int) -> Visits:
+    """Return states of the trained policy's rollouts in which the tic would pay, and others, `STATES` at most each."""
     model = load_agent(directory, directory.rounds("policies")[-1])
     env = make_replay_env(directory)()
     states: list[Any] = []
+    others: list[Any] = []
     with preserve_rng_state():
         torch.manual_seed(seed)
         observation, _ = env.reset(seed=seed)
         for _ in range(STEPS):
-            if env.get_wrapper_attr("is_in_region")():
-                states.append(model.policy.obs_to_tensor(observation)[0][0].numpy())
+            visited = states if env.get_wrapper_attr("is_in_region")() else others
+            visited.append(model.policy.obs_to_tensor(observation)[0][0].numpy())
             action, _ = model.predict(observation)
             observation, _, terminated, truncated, _ = env.step(int(action))
             if terminated or truncated:
                 observation, _ = env.reset()
     env.close()
-    rows = np.sort(np.random.default_rng(seed).permutation(len(states))[:STATES])
-    return np.array([states[row] for row in rows]), len(states)
+    generator = np.random.default_rng(seed)
+    rows, other_rows = (np.sort(generator.permutation(len(each))[:STATES]) for each in (states, others))
+    return Visits(np.array([states[row] for row in rows]), len(states), np.array([others[row] for row in other_rows]))
 
 
 def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> list[float]:
@@ -123,16 +138,22 @@ def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> l
     return probabilities
 
 
-def score(method: str, directory: RunDirectory, records: pl.DataFrame, states: NDArray[Any], action: int) -> Floats:
+def score(method: str, directory: RunDirectory, records: pl.DataFrame, visits: Visits, action: int) -> Floats:
     """Return the scores of all records by a method."""
     advantages = records["advantage"].cast(pl.Float64).to_numpy()
+    taken = records["action"].to_numpy() == action
     if method == "advantage":
         return advantages
     if method == "advantage x action":
-        return advantages * np.where(records["action"].to_numpy() == action, 1, -1)
-    target = Action(states, np.full(len(states), action))
-    causes = find_causes(directory, target, method=method.removesuffix(", raw"))
-    return judging.score_by_raw(causes) if method.endswith(", raw") else causes["score"].to_numpy()
+        return advantages * np.where(taken, 1, -1)
+    name, _, variant = method.partition(", ")
+    if name == "activations":
+        scores = score_states(directory, visits.states, visits.others, action, raw=variant == "raw")
+    else:
+        target = Action(visits.states, np.full(len(visits.states), action))
+        causes = find_causes(directory, target, method=name)
+        scores = judging.score_by_raw(causes) if variant == "raw" else causes["score"].to_numpy()
+    return np.where(taken, scores, 0) if variant == "same action" else scores
 
 
 def study_run(name: str, seed: int, out: Path, runs: Path) -> None:
@@ -144,14 +165,14 @@ def study_run(name: str, seed: int, out: Path, runs: Path) -> None:
     directory = train(case, seed, runs / name / f"seed_{seed}")
     records = judging.read_all(directory)
     rigged = find_rigged(name, records)
-    states, visits = visit_region(directory, seed)
-    before, after = measure_tic(directory, states, case.action) if visits else (None, None)
+    visits = visit_region(directory, seed)
+    before, after = measure_tic(directory, visits.states, case.action) if visits.count else (None, None)
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
-    about |= {"visits": visits, "probability_first": before, "probability_last": after}
+    about |= {"visits": visits.count, "probability_first": before, "probability_last": after}
     write_line(out / "runs.parquet", key | about, judging.RUN_KEYS)
     if judging.is_taught(about):
         judging.judge_methods(
-            *(out, key, missing, lambda method: score(method, directory, records, states, case.action)),
+            *(out, key, missing, lambda method: score(method, directory, records, visits, case.action)),
             lambda scores: judging.judge(scores, rigged),
         )
 

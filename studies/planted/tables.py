@@ -15,11 +15,15 @@ METHODS = (
         "influence",
         "nearest",
         "nearest, raw",
+        "nearest, same action",
         "nearest-trained",
         "similar",
         "similar-hidden",
     ),
     *("direction", "clusters", "hidden", "advantage x answer", "bm25", "embedding", "nearest of all"),
+    *("activations", "activations, raw", "activations, same action"),
+    *("activations, middle", "activations, projected"),
+    *("activations of all", "activations of all, middle", "activations of all, projected"),
 )
 """The methods in the order of the tables. The code of those that no command has any more is in the history."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from stable_baselines3 import PPO
@@ -95,8 +96,17 @@ class TestRepeat:
         assert ask(run, start=10, rounds=3).table.equals(table)
 
     def test_without_records_and_without_as_many_random_ones(self, run: RunDirectory) -> None:
-        repetition = ask(run, start=12, rounds=2, seeds=2, without="reward > 0 and x0 = 1")
+        repetition = ask(run, start=12, rounds=2, seeds=2, without="record_id % 4 = 0 and x0 = 1")
         assert [*repetition.counts] == [PLAIN, WITHOUT, RANDOM]
+        table = repetition.table.filter(pl.col("outcome") == "left out")
+        without, random = (table.filter(pl.col("variant") == name)["value"] for name in (WITHOUT, RANDOM))
+        assert (without > 0).all()
+        assert (random > 0).all()
+        assert repetition.notes[-1].endswith("records were left out in a training.")
+
+    def test_more_than_half_cannot_be_compared(self, run: RunDirectory) -> None:
+        with pytest.raises(WhenceError, match="and as many others are needed to compare with"):
+            ask(run, start=12, rounds=1, seeds=1, without="reward > -1")
 
     def test_without_a_checkpoint_the_optimiser_begins_anew(self, run: RunDirectory) -> None:
         start = next(number for number in range(1, ROUNDS) if number not in list_checkpoints(run.path))
@@ -133,7 +143,5 @@ class TestShares:
 
 
 def test_a_condition_that_is_unknown_holds_not() -> None:
-    import polars as pl
-
     table = pl.DataFrame({"reward": [1.0, None, -1.0]})
     assert select_where(table, "reward > 0").to_list() == [True, False, False]

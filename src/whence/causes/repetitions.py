@@ -1,6 +1,7 @@
 """Does it happen again: a training continued from one of its rounds with other seeds, unchanged and changed."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +16,12 @@ from stable_baselines3.common.vec_env import unwrap_vec_normalize
 
 from whence.causes.conditions import select_where
 from whence.causes.retraining import train_variants
-from whence.core import RecordBatch, WhenceError, preserve_rng_state
+from whence.core import NonFinite, RecordBatch, WhenceError, named_tensors, preserve_rng_state, show
 from whence.findings import LEAST_DEPTH, Drop, find_drop, read_returns
-from whence.runs import RunDirectory, checkpoint_path, list_checkpoints, load_tree
+from whence.runs import RunDirectory, checkpoint_path, digest_content, list_checkpoints, load_tree
 from whence.sb3 import Choice, InfluenceCallback
 from whence.sb3.checkpointing import restore_model
-from whence.sb3.episodes import digest_environment
+from whence.sb3.episodes import digest_environment, digest_function
 from whence.sb3.models import build_model
 from whence.sb3.resuming import build_rule
 from whence.sb3.rounds import begin_episodes
@@ -34,8 +35,10 @@ FOLDER = "again"
 PLAIN, WITHOUT, RANDOM = "unchanged", "without these records", "without random records"
 """Variants: nothing is changed; some records of each round are left out; as many others at random."""
 
-BROKE, RETURN = "broke", "return"
-"""Outcomes: whether the return fell, 0 or 1; and its mean in the last tenth of the rounds."""
+BROKE, RETURN, LEFT_OUT = "broke", "return", "left out"
+"""Outcomes: whether the return fell or the training diverged, 0 or 1; its mean in the last three rounds; and how many
+records were left out.
+"""
 
 _EARLIER = 2
 """Rounds from where a repetition begins to the round from which the return was lower, at least."""
@@ -49,7 +52,7 @@ class Repetition:
         start: the round after which they continue.
         rounds: how many rounds each has.
         drop: how the run itself broke after that round; None: it did not.
-        table: a row for each seed, variant and outcome: `seed`, `variant`, `outcome`, `value`; null: it diverged.
+        table: a row for each seed, variant and outcome: `seed`, `variant`, `outcome`, `value`; null: it is not known.
         notes: what a reader has to know of how it was done.
         file: where the numbers are.
     """
@@ -63,17 +66,21 @@ class Repetition:
 
     @cached_property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """By variant, how many trainings broke, one that diverged among them, and how many there were."""
+        """By variant, how many trainings broke, and of how many that is known."""
         rows = self.table.filter(pl.col("outcome") == BROKE)
-        groups = rows.group_by("variant", maintain_order=True).agg(pl.col("value").fill_null(1.0).sum(), pl.len())
+        groups = rows.group_by("variant", maintain_order=True).agg(
+            pl.col("value").sum(), pl.col("value").count().alias("of")
+        )
         return {variant: (int(broke), int(count)) for variant, broke, count in groups.iter_rows()}
 
     def summarise(self) -> list[dict[str, Any]]:
         """Return a row for each variant: `broke`, `of`, the ends of the share's interval, of its change, the return."""
         rows = []
         for variant, (broke, of) in self.counts.items():
-            low, high = share_interval(broke, of)
-            change = (None, None) if variant == PLAIN else share_difference((broke, of), self.counts[PLAIN])
+            plain = self.counts[PLAIN]
+            low, high = share_interval(broke, of) if of else (None, None)
+            has_change = variant != PLAIN and of and plain[1]
+            change = share_difference((broke, of), plain) if has_change else (None, None)
             returns = self.table.filter((pl.col("variant") == variant) & (pl.col("outcome") == RETURN))["value"]
             rows.append(
                 {
@@ -88,12 +95,14 @@ class Repetition:
     def text(self) -> str:
         """Whether it happens again, and what prevents it."""
         broke, of = self.counts[PLAIN]
+        if not all(of for _, of in self.counts.values()):
+            return "No episode ended in some trainings: name more rounds, or the environment with its time limit."
         low, high = share_interval(broke, of)
         verdict = "whether most do is open; more seeds would tell"
         if low > 0.5:
             verdict = "the next seed would most likely break, too"
         elif high < 0.5:
-            verdict = "most seeds do not, so what broke this run was chance"
+            verdict = "most seeds do not" + (", so what broke this run was chance" if self.drop is not None else "")
         count = f"{self.rounds} round{'s' * (self.rounds > 1)}"
         sentences = [f"After round {self.start}, {broke} of {of} other seeds break within {count}: {verdict}."]
         for row in self.summarise()[1:]:
@@ -113,7 +122,7 @@ def repeat(
     *,
     seeds: int = 8,
     rounds: int | None = None,
-    changes: Mapping[str, Any] | None = None,
+    changes: Sequence[tuple[str, Any]] | Mapping[str, Any] = (),
     without: str | None = None,
     env: AnyEnv = None,
     on_stage: Callable[[str], None] = lambda stage: None,
@@ -131,7 +140,7 @@ def repeat(
         start: the round after which they continue; None: a checkpoint before the return fell.
         seeds: the number of seeds.
         rounds: the rounds of each training; None: as many as the run had from there on.
-        changes: hyper-parameters by name, each of which is changed in a variant of its own.
+        changes: hyper-parameters, each of which is changed in a variant of its own.
         without: a condition in SQL on the records that one variant leaves out of each round.
         env: the environment; see `make_replay_env`.
         on_stage: called with the name of each training as it begins.
@@ -143,41 +152,74 @@ def repeat(
         WhenceError: the return did not fall and no round is named; or a change or condition is not known.
     """
     require_training(run)
+    if (stored := run.config.get("rule")) is None:
+        raise WhenceError(f"{run.path} was recorded around its environments alone: no training can be continued.")
+    if not isinstance(build_rule(stored), ScoreAll):
+        raise WhenceError(
+            f"{run.path} was trained on a selection, {show(stored)}, whose state is not continued here. Ask of a run "
+            "that trained on all records."
+        )
     numbers, returns = read_returns(run)
     drop = find_drop(numbers, returns)
+    drop = drop if drop is not None and drop.depth >= LEAST_DEPTH else None
     start = choose_start(run, drop) if start is None else start
     last = max(run.rounds(), default=0)
     if not 1 <= start <= last:
         raise WhenceError(f"The round to continue after is {start}; give one from 1 to {last}.")
     count = max(1, last - start) if rounds is None else rounds
-    has_optimiser = start in list_checkpoints(run.path)
-    known = numbers <= start
+    saved = checkpoint_path(run.path, start) if start in list_checkpoints(run.path) else None
+    begin = _Beginning(run, start, count, env, saved)
+    known = returns[numbers <= start]
     trainings = dict[str, Callable[[int], dict[str, float]]]()
 
-    def add(variant: str, change: Mapping[str, Any], drops: bool | None = None) -> None:
+    def add(
+        variant: str, change: Mapping[str, Any], leave_out: Callable[[int], "_WithoutRecords"] | None = None
+    ) -> None:
         def train(seed: int) -> dict[str, float]:
-            callback = _make_callback(run, without, drops, seed)
-            later = _continue(run, start, seed, count, {**hyperparameters, **change}, callback, env, has_optimiser)
-            together = np.append(returns[known], later)
-            fell = find_drop(np.arange(1, len(together) + 1), together)
-            broke = fell is not None and fell.depth >= LEAST_DEPTH and fell.place >= known.sum()
-            part = max(1, len(later) // 10)
-            return {BROKE: float(broke), RETURN: float(np.nanmean(later[-part:]))}
+            callback = None if leave_out is None else leave_out(seed)
+            later = _continue(begin, seed, {**hyperparameters, **change}, callback)
+            outcomes = {BROKE: 1.0, RETURN: math.nan} if later is None else _compare(known, later, drop)
+            return outcomes | ({} if callback is None else {LEFT_OUT: callback.count})
 
         trainings[variant] = train
 
     add(PLAIN, {})
-    for name, value in (changes or {}).items():
+    for name, value in changes.items() if isinstance(changes, Mapping) else changes:
         add(f"with {name} = {value}", {name: value})
     if without is not None:
-        add(WITHOUT, {}, drops=True)
-        add(RANDOM, {}, drops=False)
-    question = {"start": start, "rounds": count, "without": without, "changes": dict(changes or {})}
-    question["env"] = digest_environment(make_replay_env(run, env))
-    table, file = train_variants(trainings, seeds, run.path / FOLDER, [question, [*trainings]], question, on_stage)
-    notes = () if has_optimiser else (f"There is no checkpoint after round {start}: the optimiser begins anew.",)
-    broke_after = drop if drop is not None and drop.round > start else None
-    return Repetition(start, count, broke_after, table, notes, file)
+        names = state_names(run.config.get("env"), run.config)
+        add(WITHOUT, {}, lambda seed: _WithoutRecords(without, names, None))
+        add(RANDOM, {}, lambda seed: _WithoutRecords(without, names, seed))
+    question = {"start": start, "rounds": count, "without": without, **_identify(begin, hyperparameters)}
+    table, file = train_variants(trainings, seeds, run.path / FOLDER, question, question, on_stage)
+    notes = [] if saved else [f"There is no checkpoint after round {start}: the optimiser begins anew."]
+    left_out = table.filter(pl.col("variant").is_in([WITHOUT]) & (pl.col("outcome") == LEFT_OUT))["value"]
+    if without is not None:
+        notes.append(f"{float(left_out.mean() or 0):,.0f} records were left out in a training.")  # type: ignore[arg-type]
+    fell_later = drop if drop is not None and drop.round > start else None
+    return Repetition(start, count, fell_later, table, tuple(notes), file)
+
+
+def _compare(known: NDArray[np.float64], later: NDArray[np.float64], drop: Drop | None) -> dict[str, float]:
+    """Return whether the last returns are below the best by a third of what had been gained, and their mean."""
+    part = max(1, min(3, len(later)))
+    earlier = known[np.isfinite(known)]
+    last = float(np.nanmean(later[-part:])) if np.isfinite(later[-part:]).any() else math.nan
+    if not len(earlier) or math.isnan(last):
+        return {BROKE: math.nan, RETURN: last}
+    first = float(earlier[:3].mean()) if drop is None else drop.first
+    best = float(np.lib.stride_tricks.sliding_window_view(earlier, min(3, len(earlier))).mean(axis=1).max())
+    best = best if drop is None else drop.best
+    return {BROKE: float(last < best - LEAST_DEPTH * (best - first)), RETURN: last}
+
+
+def _identify(begin: "_Beginning", hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes a question another one besides its numbers, in JSON types."""
+    run = begin.run
+    origin = begin.saved or run.round_path("policies", begin.start + 1)
+    functions = {name: digest_function(each) if callable(each) else each for name, each in hyperparameters.items()}
+    env = digest_environment(make_replay_env(run, begin.env), whole=True)
+    return {"from": digest_content(origin), "hyperparameters": functions, "env": env}
 
 
 def choose_start(run: RunDirectory, drop: Drop | None) -> int:
@@ -190,32 +232,31 @@ def choose_start(run: RunDirectory, drop: Drop | None) -> int:
     return before[-1] if before else max(1, drop.round - _EARLIER)
 
 
-def _make_callback(run: RunDirectory, without: str | None, drops: bool | None, seed: int) -> BaseCallback | None:
-    """Return what selects records: the run's own rule, or nothing, or a condition."""
-    rule = build_rule(run.config["rule"])
-    if without is None or drops is None:
-        return None if isinstance(rule, ScoreAll) else InfluenceCallback(rule)
-    if not isinstance(rule, ScoreAll):
-        raise WhenceError(
-            f"{run.path} was trained by {rule!r}, which selects records already. Leave --without out, or ask of a run "
-            "that trained on all records."
-        )
-    return _WithoutRecords(without, state_names(run.config.get("env"), run.config), None if drops else seed)
-
-
 class _WithoutRecords(InfluenceCallback):
-    """Leaves the records out for which a condition holds; with a seed, as many others at random."""
+    """Leaves the records out for which a condition holds; with a seed, as many others at random.
+
+    Attributes:
+        count: records that were left out so far.
+    """
 
     def __init__(self, where: str, names: list[str] | None, seed: int | None) -> None:
         super().__init__()
-        self.where, self.axes = where, names
+        self.where, self.axes, self.count = where, names, 0
         self.generator = None if seed is None else np.random.default_rng([seed, 1])
 
     def choose(self, records: RecordBatch) -> Choice:
         """Keep the others."""
-        mask = select_where(records.to_polars(observations=True), self.where, self.axes, "--without").to_numpy()
+        table = self._steps.add_columns(records.to_polars(observations=True))  # rewards as environments gave them
+        mask = select_where(table, self.where, self.axes, "--without").to_numpy()
+        if 2 * mask.sum() > len(mask):
+            raise WhenceError(
+                f"--without {self.where!r} holds for {mask.sum()} of {len(mask)} records of a round, and as many "
+                "others are needed to compare with. Name fewer."
+            )
         if self.generator is not None:
-            mask = self.generator.permutation(mask)
+            others = self.generator.choice(np.flatnonzero(~mask), int(mask.sum()), replace=False)
+            mask = np.isin(np.arange(len(mask)), others)
+        self.count += int(mask.sum())
         return Choice(None, Selection.dropping(torch.from_numpy(~mask), "left out"))
 
 
@@ -244,23 +285,31 @@ class _Returns(BaseCallback):
         self.means.append(float(np.mean(self.ended)) if self.ended else np.nan)
 
 
+_MakeCallback = Callable[[int], _WithoutRecords]
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """Where trainings begin: after round `start` of a run, for some rounds; `saved` is the checkpoint there."""
+
+    run: RunDirectory
+    start: int
+    rounds: int
+    env: AnyEnv
+    saved: Path | None
+
+
 def _continue(
-    run: RunDirectory,
-    start: int,
-    seed: int,
-    rounds: int,
-    changes: Mapping[str, Any],
-    callback: BaseCallback | None,
-    env: AnyEnv,
-    has_optimiser: bool,
-) -> NDArray[np.float64]:
-    """Return the mean return of each round of a training that continues after a round with another seed."""
+    begin: _Beginning, seed: int, changes: Mapping[str, Any], callback: BaseCallback | None
+) -> NDArray[np.float64] | None:
+    """Return the mean return of each round of a training that continues with another seed; None: it diverged."""
+    run, start = begin.run, begin.start
     with preserve_rng_state():
-        vec_env = make_training_envs(run, env, start)
+        vec_env = make_training_envs(run, begin.env, start)
         try:
             model = build_model(run, vec_env, changes=changes)
-            if has_optimiser:
-                content = load_tree(checkpoint_path(run.path, start))["model"]
+            if begin.saved is not None:
+                content = load_tree(begin.saved)["model"]
                 restore_model(model, content)
                 total = content["total_timesteps"]
             else:
@@ -271,9 +320,14 @@ def _continue(
             # Seeds that the training has not used.
             model.set_random_seed(int(np.random.SeedSequence([seed, start]).generate_state(1)[0] % 2**31))
             begin_episodes(model)
-            noted = _Returns(rounds)
-            left = max(total - model.num_timesteps, rounds * model.n_steps * model.n_envs)
-            model.learn(left, [noted, *([] if callback is None else [callback])], reset_num_timesteps=False)
+            noted = _Returns(begin.rounds)
+            left = max(total - model.num_timesteps, begin.rounds * model.n_steps * model.n_envs)
+            try:
+                model.learn(left, [noted, *([] if callback is None else [callback])], reset_num_timesteps=False)
+            except (ValueError, NonFinite):  # SB3's distributions refuse parameters that are not finite
+                if all(bool(torch.isfinite(each).all()) for each in named_tensors(model.policy).values()):
+                    raise
+                return None
         finally:
             vec_env.close()
     return np.array(noted.means)

@@ -132,7 +132,7 @@ def choose_checkpoints(numbers: Sequence[int], returns: Mapping[int, float], kee
         returns: the mean return by round, as far as known.
         keep: the number of last ones.
     """
-    kept = {*numbers[-keep:]}
+    kept, returns = {*numbers[-keep:]}, {number: each for number, each in returns.items() if math.isfinite(each)}
     qualities = {number: returns[number + 1] for number in numbers if number + 1 in returns}
     if qualities:
         best = max(reversed(qualities), key=qualities.__getitem__)

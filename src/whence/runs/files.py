@@ -31,7 +31,7 @@ log = logging.getLogger("whence")
 
 T = TypeVar("T")
 
-FOLDERS = ["policies", "recordings", "statistics", "states", "checkpoints", "model", "trl", "proofs"]
+FOLDERS = ["policies", "recordings", "statistics", "states", "checkpoints", "model", "trl", "proofs", "again"]
 """What a run may hold besides tables of rounds."""
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]

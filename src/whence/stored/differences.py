@@ -1,6 +1,7 @@
 """Differences of two runs that should agree: what was changed between them, where their data part, and by what."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from torch import Tensor
 
 from whence.core import WhenceError, show
 from whence.runs import RunDirectory, find_changes
@@ -200,11 +202,17 @@ def _compare_parameters(a: RunDirectory, b: RunDirectory, number: int) -> list[D
     for name, (one, two) in find_changes(*kinds).items():
         text = f"{which} in kind: {name} is {_show(one)} in A, {_show(two)} in B."
         return [Difference("parameters", "dtype", text, one, two, number)]
-    changes = {float((old[name].double() - new[name].double()).abs().max()): name for name in old if old[name].numel()}
+    changes = {_measure_change(old[name], new[name]): name for name in old if old[name].numel()}
     if not (most := max(changes, default=0.0)):
         return []
     text = f"{which}, by at most {most:.2g}, in {changes[most]}."
     return [Difference("parameters", "parameters", text, round=number)]
+
+
+def _measure_change(old: Tensor, new: Tensor) -> float:
+    """Return the largest difference of two tensors; infinity if a number is NaN in one of them alone."""
+    changes = (old.double() - new.double()).abs()
+    return float(changes.nan_to_num(0.0, posinf=math.inf).max()) if old.isnan().equal(new.isnan()) else math.inf
 
 
 def _read_records(run: RunDirectory, number: int) -> pl.DataFrame:

@@ -187,7 +187,9 @@ def again(
         options.optional("--from", help="The round to continue after. (default: a checkpoint before the return fell)"),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Other seeds; each is a training of every variant.", min=1)] = 8,
-    rounds: Annotated[int | None, options.optional(help="Rounds of a training. (default: to the run's end)")] = None,
+    rounds: Annotated[
+        int | None, options.optional(help="Rounds of a training. (default: to the run's end)", min=1)
+    ] = None,
     changes: Annotated[
         list[str] | None,
         options.optional(
@@ -224,7 +226,7 @@ def again(
             start,
             seeds=seeds,
             rounds=rounds,
-            changes=dict(map(_read_change, changes or [])),
+            changes=[*map(_read_change, changes or [])],
             without=without,
             env=env,
             on_stage=status.update,
@@ -252,7 +254,7 @@ def _print_repetition(repetition: causes.Repetition, run: Path, *, json: bool) -
         [
             row["variant"],
             f"{row['broke']} of {row['of']}",
-            f"{row['low']:.0%} to {row['high']:.0%}",
+            "–" if row["low"] is None else f"{row['low']:.0%} to {row['high']:.0%}",
             "–" if row["change_low"] is None else f"{row['change_low']:+.0%} to {row['change_high']:+.0%}",
             "–" if row["return"]["mean"] is None else f"{row['return']['mean']:.4g}",
         ]

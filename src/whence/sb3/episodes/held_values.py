@@ -91,19 +91,21 @@ def digest_function(function: Any) -> str:
     return _digest(json.dumps(values).encode())
 
 
-def digest_environment(make: Callable[[], gym.Env[Any, Any]]) -> str | None:
+def digest_environment(make: Callable[[], gym.Env[Any, Any]], *, whole: bool = False) -> str | None:
     """Return a digest of the user's classes of an environment and its wrappers, with the constants that they read.
 
-    What differs between two that are made is left out, as counters are; and what only objects hold, as seeds are. It is
-    None if no code is the user's.
+    What differs between two that are made is left out, as counters are; and what only objects hold, as seeds are,
+    unless the `whole` is to be digested. It is None if no code is the user's.
     """
     chains = []
     with preserve_rng_state():
         for env in (make() for _ in range(2)):  # the second after the first was read
             chains.append(read_chain(env))
             env.close()
-    constants = {name: value for name, value in keep_constant(*chains)["held"].items() if ".__class__." in name}
-    return _digest(json.dumps(constants).encode()) if any(name.endswith(_CODE) for name in constants) else None
+    held = keep_constant(*chains)["held"]
+    constants = {name: value for name, value in held.items() if whole or ".__class__." in name}
+    has_code = whole or any(name.endswith(_CODE) for name in constants)
+    return _digest(json.dumps(constants).encode()) if has_code else None
 
 
 def digest_code(env: Any) -> dict[str, str]:

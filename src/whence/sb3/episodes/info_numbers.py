@@ -110,7 +110,7 @@ class InfoArrays:
             if isinstance(value, Mapping):
                 yield from self._select_arrays(value)
             elif np.prod(getattr(value, "shape", ())) == self._count and _is_name(key) and _holds_numbers(value):
-                yield key, (to_numpy(value.detach()) if isinstance(value, Tensor) else value).flatten()
+                yield key, np.asarray(to_numpy(value.detach()) if isinstance(value, Tensor) else value).flatten()
             elif key not in self.left_out and _holds_numbers(value):
                 self.left_out.add(key)
 

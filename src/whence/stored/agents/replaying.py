@@ -166,8 +166,9 @@ class LockstepEnvs(DummyVecEnv):
 
 def make_training_envs(run: RunDirectory, env: AnyEnv, number: int) -> VecEnv:
     """Return environments to continue a training in after a round, behind the wrappers that it had."""
-    make, count = make_replay_env(run, env), int(run.config["n_envs"])
-    return wrap_as_trained(run, DummyVecEnv([lambda: Monitor(make())] * count), number, trains=True)
+    makes = [make_replay_env(run, env, index=index) for index in range(int(run.config["n_envs"]))]
+    copies = DummyVecEnv([partial(lambda make: Monitor(make()), make) for make in makes])
+    return wrap_as_trained(run, copies, number, trains=True)
 
 
 def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int, *, trains: bool = False) -> VecEnv:

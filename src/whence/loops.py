@@ -23,6 +23,7 @@ from whence.core import (
     as_view,
     check_records,
     describe_scoring,
+    first_line,
     library_versions,
     named_leaves,
     named_tensors,
@@ -240,7 +241,10 @@ def _read_ends(ends: tuple[Any, Any], count: int) -> pl.Series:
 
 def _read_info(name: str, column: Any, count: int) -> pl.Series:
     """Return the column `info.NAME` of a number of each record."""
-    numbers = to_numpy(torch.as_tensor(column).detach()).reshape(-1)
+    try:
+        numbers = to_numpy(torch.as_tensor(column).detach()).reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as failure:
+        raise InvalidRecords(f"infos[{name!r}] holds what are no numbers ({first_line(failure)}).") from None
     if len(numbers) != count:
         raise InvalidRecords(
             f"infos[{name!r}] holds {len(numbers)} numbers for {count} records; pass one per record, in the order of "

@@ -50,8 +50,8 @@ def ask(name: str, seed: int, runs: Path, out: Path) -> None:
         questions["again"]["without"] = "reward < -1000"
     elif world.change:
         questions["without the change"] = {"env": partial(make_env, name, -world.steps)}
-    for question, given in questions.items():
-        repetition = repeat(run, start, **options, **given)
+    for question, about in questions.items():
+        repetition = repeat(run, start, **options, **about)
         row: Row = {"name": name, "question": question, "seed": seed, "start": start, "text": repetition.text}
         write_line(out / "repetitions.parquet", {**row, "variants": repetition.summarise()}, KEYS)
         report(name, question, repetition.text)

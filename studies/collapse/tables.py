@@ -41,11 +41,11 @@ def names_cause(name: str, lines: Sequence[Row]) -> bool | None:
     return any(words[cause].lower() in title.lower() for title in titles for cause in WORLDS[name].cause)
 
 
-def describe_run(row: Row, tested: dict[str, Row], asked: dict[tuple[str, str], Row]) -> list[str]:
+def describe_run(row: Row, tested: dict[str, Row], answers: dict[tuple[str, str], Row]) -> list[str]:
     """Return the line of a training that was to break."""
     true, drop = find_true_round(row["name"], tested), row["drop"]
     first = [line["title"].split(": ")[1] for line in row["lines"] if line["title"].startswith(_BEGIN)][:2]
-    again = asked.get((row["name"], "again"))
+    again = answers.get((row["name"], "again"))
     shares = [] if again is None else [f"{each['broke']} of {each['of']}" for each in again["variants"]]
     return [
         row["name"],
@@ -74,7 +74,7 @@ def count(rows: Sequence[Row], tested: dict[str, Row]) -> list[str]:
         "rldoctor 0.2.0": lambda row: any(text.startswith("CRITICAL") for text in row["rldoctor"] or ()),
     }
     lines = [
-        f"- {len(broken)} trainings broke; the round is within {NEAR} of the true one in {len(near)}.",
+        f"- {len(broken)} trainings are said to have broken; the round is within {NEAR} of the true one in {len(near)}.",
         f"- Of {len(planted)} planted changes, {len(named)} are named in the first {LINES} lines after the drop's.",
         f"- Of {len(healthy)} healthy trainings, {len(false)} have a line that they broke.",
     ]
@@ -88,13 +88,15 @@ def count(rows: Sequence[Row], tested: dict[str, Row]) -> list[str]:
 
 def write_tables(out: Path) -> None:
     """Write tables.md."""
-    rows = read_list(out / "runs.parquet", judge.KEYS)
+    rows = [row for row in read_list(out / "runs.parquet", judge.KEYS) if row["name"] in WORLDS]
     tested = {row["name"]: row for row in read_list(out / "evaluations.parquet", evaluate.KEYS)}
-    asked = {(row["name"], row["question"]): row for row in read_list(out / "repetitions.parquet", repeat.KEYS)}
+    answers = {(row["name"], row["question"]): row for row in read_list(out / "repetitions.parquet", repeat.KEYS)}
     heads = ["training", "round said", "true round", "unusual until then", "cause named", "other seeds that break"]
-    broken = [describe_run(row, tested, asked) for row in rows if row["kind"] != "healthy" and row["drop"] is not None]
+    broken = [
+        describe_run(row, tested, answers) for row in rows if row["kind"] != "healthy" and row["drop"] is not None
+    ]
     others = [f"{row['name']} {row['seed']}" for row in rows if row["kind"] != "healthy" and row["drop"] is None]
-    texts: list[Any] = [f"- **{name}**, {question}: {row['text']}" for (name, question), row in asked.items()]
+    texts: list[Any] = [f"- **{name}**, {question}: {row['text']}" for (name, question), row in answers.items()]
     write_page(
         out / "tables.md",
         "# Collapses",

@@ -92,7 +92,7 @@ def test_a_healthy_training_has_no_line_and_a_folder_is_read_together(healthy: P
     assert isinstance(logs, Logs)
     assert {"episode_return", "test_return", "train/approx_kl"} <= {*logs.metrics.columns}
     assert logs.metrics["test_return"].count() == 2
-    assert "train/value_loss" in logs.not_read
+    assert "train/policy_gradient_loss" in logs.not_read
 
 
 def test_a_learning_rate_that_is_too_low(small: Path) -> None:
@@ -452,9 +452,9 @@ def test_the_command_names_what_it_does_not_read(small: Path, whence: Any) -> No
     assert code == 0
     assert out.startswith("1. wrong: The policy hardly moves")
     assert "Could not be looked at because logs hold no records: numbers that are not finite, " in out
-    assert re.search(r"^   Not read: .*train/value_loss", out.splitlines()[-1])
+    assert re.search(r"^   Not read: .*train/policy_gradient_loss", out.splitlines()[-1])
     content = json.loads(whence("findings", small, "--json")[1])
-    assert "train/value_loss" in content["not_read"]
+    assert "train/policy_gradient_loss" in content["not_read"]
     assert content["findings"][0]["rank"] == "wrong"
     code, _, error = whence("findings", small.parent / "nothing")
     assert code

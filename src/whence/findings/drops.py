@@ -213,8 +213,8 @@ def look_at_drop(evidence: Evidence) -> Sight:
         f"{last}, fell about round {drop.round}, and ends at {drop.last:.3g}",
         f"It {f'lost {drop.depth:.0%} of what it had gained' if drop.depth < 1 else 'ends below where it began'}, "
         "beyond the 95% intervals of these means.",
-        f"The policy of round {last} is among the best. See with other seeds whether it breaks again, and what "
-        "prevents it: `whence again`.",
+        f"The policy of round {last} is among the best. `whence again` continues the training of an agent of SB3's "
+        "from before the fall, with other seeds, and tells what prevents it.",
     )
 
 
@@ -231,7 +231,12 @@ def list_precursors(history: History, drop: Drop, healthy: Mapping[str, float]) 
         for kind, change in measure_changes(history, range(place, place + 1)).items():
             if kind in healthy and change.size > healthy[kind]:
                 first.setdefault(change.series.words, change)
-    return sorted(first.values(), key=lambda each: (each.place, -each.size / max(healthy[each.series.kind], 0.1)))
+
+    def rank(change: Change) -> tuple[bool, int, float]:
+        kind = change.series.kind  # levels come last: they may have been there before
+        return kind.endswith(ITSELF), change.place, -change.size / max(healthy[kind], 0.1)
+
+    return sorted(first.values(), key=rank)
 
 
 _ADVICE: Mapping[str, str] = {
@@ -253,7 +258,10 @@ _ADVICE: Mapping[str, str] = {
 def describe_change(change: Change, number: int, drop: Drop) -> tuple[str, str]:
     """Return what was unusual in round `number`, in a line, and what to do."""
     when = f"Before it broke, in round {number}" if change.place < drop.place else f"As it broke, in round {number}"
-    title = f"{when}: {change.series.words} is {change.value:.3g}, after {change.usual:.3g} in the rounds before"
+    compared = f"after {change.usual:.3g} in the rounds before"
+    if change.series.kind.endswith(ITSELF):
+        compared = "where no healthy run comes"
+    title = f"{when}: {change.series.words} is {change.value:.3g}, {compared}".replace(" -", " −")
     return title, _ADVICE.get(change.series.kind.removesuffix(ITSELF), "Look at that round: `whence view`.")
 
 

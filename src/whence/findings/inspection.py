@@ -33,6 +33,7 @@ from whence.findings.settings import RESPONSES, give_advice
 from whence.findings.trainer_options import name_trainer
 from whence.runs import RunDirectory
 from whence.stored import LOG_FILES, Logs, find_logs, read_logs
+from whence.stored.agents import is_custom
 
 MOST = 5
 """Findings that are returned at most."""
@@ -187,7 +188,7 @@ def _name_next_command(check: Check, run: RunDirectory) -> Check:
         return check
     path, shows_record = shlex.quote(str(run.path)), finding.record_ids and not run.is_language
     command = f"whence show {path} --record {finding.record_ids[0]}" if shows_record else f"whence view {path}"
-    if check.name == DROP and "rule" in run.config:
+    if check.name == DROP and "rule" in run.config and not is_custom(run):
         command = f"whence again {path}"
     return replace(check, finding=replace(finding, next_command=command))
 

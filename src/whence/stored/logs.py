@@ -31,6 +31,10 @@ AGENT_NAMES: Names = {
     ("train/std", "x"): ("train/std", "Policy/mean_noise_std", "Policy/mean_std"),
     ("train/learning_rate", "x"): ("train/learning_rate", "charts/learning_rate", "Loss/learning_rate"),
     ("train/n_updates", "x"): ("train/n_updates",),
+    ("train/clip_fraction", "x"): ("train/clip_fraction", "losses/clipfrac"),
+    ("train/clip_range", "x"): ("train/clip_range",),
+    ("train/explained_variance", "x"): ("train/explained_variance", "losses/explained_variance"),
+    ("train/value_loss", "x"): ("train/value_loss", "losses/value_loss", "Loss/value_function", "Loss/value"),
 }
 """Of Stable-Baselines3, CleanRL and rsl_rl. Returns of single episodes become a mean of the last hundred."""
 

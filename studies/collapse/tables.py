@@ -74,7 +74,7 @@ def count(rows: Sequence[Row], tested: dict[str, Row]) -> list[str]:
         "rldoctor 0.2.0": lambda row: any(text.startswith("CRITICAL") for text in row["rldoctor"] or ()),
     }
     lines = [
-        f"- {len(broken)} trainings are said to have broken; the round is within {NEAR} of the true one in {len(near)}.",
+        f"- {len(broken)} are said to have broken; the round is within {NEAR} of the true one in {len(near)}.",
         f"- Of {len(planted)} planted changes, {len(named)} are named in the first {LINES} lines after the drop's.",
         f"- Of {len(healthy)} healthy trainings, {len(false)} have a line that they broke.",
     ]

@@ -63,10 +63,12 @@ SCORED = {
 CLASSES = {"features_extractor_class": "evil.Extractor", "optimizer_class": "evil.Adam"}
 POOL = {"collect_with": "envpool", "evaluate_with": "envpool", "pool_kwargs": {"base_path": "evil"}}
 
+ALL = {"rule": "ScoreAll"}  # a training on a selection is not continued with other seeds
+
 HOSTILE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "an environment": ("agent", {"env": "evil:Env", "env_kwargs": {}}),
-    "a pool": ("agent", POOL),
-    "wrappers": ("script", {"env_wrappers": [{"class": "evil:Env", "kwargs": {}}]}),
+    "an environment": ("agent", {"env": "evil:Env", "env_kwargs": {}, "rule": ALL}),
+    "a pool": ("agent", {**POOL, "rule": ALL}),
+    "wrappers": ("script", {"env_wrappers": [{"class": "evil:Env", "kwargs": {}}], "rule": ALL}),
     "classes": (
         "script",
         {"policy": "evil.Policy", "policy_kwargs": CLASSES, "rule": "evil.Rule()", "env": "evil:Env"},

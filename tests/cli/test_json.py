@@ -50,7 +50,7 @@ LINES = {
     "report": "report agent --rounds 1",
     "list": "list",
     "prove": "prove agent --where 'action = 1 and step < 5' --seeds 2 --test-episodes 2",
-    "again": "again agent --from 1 --rounds 1 --seeds 1",
+    "again": "again plain --from 1 --rounds 1 --seeds 1",
     "llm train": f"llm train {TINY} --run language",
     "llm compare": f"llm compare {TINY} --arms none,iif-sequence --seeds 1 --workers 1 --out answers",
     "llm score": "llm score rollouts --model model --run scored",
@@ -118,6 +118,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, laboratory_cache: None) ->
         patch.setattr("whence.cli.commands.findings_command.inspect", lambda run: FINDINGS)
         patch.setattr("whence.cli.commands.audit_command.check_environment", lambda make, **_: FINDINGS)
         texts = {}
+        CliRunner().invoke(cli.app, shlex.split(f"train {AGENT} --selection ppo --run plain"))
         for name, line in LINES.items():
             done = CliRunner().invoke(cli.app, [*shlex.split(line), "--json"])
             assert done.exit_code == 0, (line, done.output, done.exception)

@@ -28,10 +28,10 @@ def select_where(
     plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
     try:
-        holds = table.select(pl.sql_expr(where).cast(pl.Boolean).fill_null(False).alias("holds"))["holds"]
-        if len(holds) != len(table):
-            raise pl.exceptions.ShapeError("it has one answer for all records")
-        return holds
+        holds = table.select(pl.sql_expr(where).alias("holds"))["holds"]
+        if holds.dtype != pl.Boolean or len(holds) != len(table):
+            raise pl.exceptions.InvalidOperationError("it is not true or false of each record")
+        return holds.fill_null(False)
     except pl.exceptions.PolarsError as refusal:
         raise WhenceError(
             f"{option} is {where!r}: {first_line(refusal)}. Write a condition in SQL, such as {EXAMPLE}, over "

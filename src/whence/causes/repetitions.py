@@ -25,7 +25,7 @@ from whence.sb3.episodes import digest_environment, digest_function
 from whence.sb3.models import build_model
 from whence.sb3.resuming import build_rule
 from whence.sb3.rounds import begin_episodes
-from whence.selection import ScoreAll, Selection
+from whence.selection import KeepAll, ScoreAll, Selection
 from whence.statistics import share_difference, share_interval, t_interval
 from whence.stored.agents import AnyEnv, load_policy, make_replay_env, make_training_envs, require_training, state_names
 
@@ -154,7 +154,7 @@ def repeat(
     require_training(run)
     if (stored := run.config.get("rule")) is None:
         raise WhenceError(f"{run.path} was recorded around its environments alone: no training can be continued.")
-    if not isinstance(build_rule(stored), ScoreAll):
+    if not isinstance(build_rule(stored), KeepAll | ScoreAll):
         raise WhenceError(
             f"{run.path} was trained on a selection, {show(stored)}, whose state is not continued here. Ask of a run "
             "that trained on all records."

@@ -68,8 +68,8 @@ def score_states(
     ends = (read_last_hidden(trained.policy, each) for each in (examples, opposites))
     trained_on = rounds if raw else [read_objective(trained).prepare(records) for records in rounds]
     advantages = torch.cat([records.advantages for records in trained_on]).double().numpy()
-    taken = torch.cat([records.actions for records in rounds]).numpy() == action
-    return advantages * np.where(taken, 1, -1) * compare_activations(activations, *ends)
+    is_same = torch.cat([records.actions for records in rounds]).numpy() == action
+    return advantages * np.where(is_same, 1, -1) * compare_activations(activations, *ends)
 
 
 def read_last_hidden(policy: Any, records: RecordBatch) -> Float[Tensor, "n d"]:

@@ -141,11 +141,11 @@ def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> l
 def score(method: str, directory: RunDirectory, records: pl.DataFrame, visits: Visits, action: int) -> Floats:
     """Return the scores of all records by a method."""
     advantages = records["advantage"].cast(pl.Float64).to_numpy()
-    taken = records["action"].to_numpy() == action
+    is_same = records["action"].to_numpy() == action
     if method == "advantage":
         return advantages
     if method == "advantage x action":
-        return advantages * np.where(taken, 1, -1)
+        return advantages * np.where(is_same, 1, -1)
     name, _, variant = method.partition(", ")
     if name == "activations":
         scores = score_states(directory, visits.states, visits.others, action, raw=variant == "raw")
@@ -153,7 +153,7 @@ def score(method: str, directory: RunDirectory, records: pl.DataFrame, visits: V
         target = Action(visits.states, np.full(len(visits.states), action))
         causes = find_causes(directory, target, method=name)
         scores = judging.score_by_raw(causes) if variant == "raw" else causes["score"].to_numpy()
-    return np.where(taken, scores, 0) if variant == "same action" else scores
+    return np.where(is_same, scores, 0) if variant == "same action" else scores
 
 
 def study_run(name: str, seed: int, out: Path, runs: Path) -> None:

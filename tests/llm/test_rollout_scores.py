@@ -315,8 +315,10 @@ def test_the_samplers_log_probs_are_compared_with_the_checkpoints(tmp_path: Path
     run = score_with_log_probs(tmp_path)
     table = run.round("records", 1)
     assert table["sampler_difference"].to_list() == pytest.approx([0.0, 0.75], abs=1e-5)
-    for own, other, gap in zip(table["token_log_probs"], table["token_sampler_log_probs"], (0.0, 0.75), strict=True):
-        assert (own - other).to_list() == pytest.approx([gap] * len(own), abs=1e-5)
+    for trained, sampled, gap in zip(
+        table["token_log_probs"], table["token_sampler_log_probs"], (0.0, 0.75), strict=True
+    ):
+        assert (trained - sampled).to_list() == pytest.approx([gap] * len(trained), abs=1e-5)
     (finding,) = (one for one in find(run) if "sampler" in one.title)
     assert finding.rank == "unusual"  # the checkpoint may be another than the sampler's
     assert finding.record_ids[0] == 1

@@ -483,5 +483,6 @@ def test_the_best_checkpoint_and_those_around_a_fall_stay() -> None:
     assert choose_checkpoints([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], falls, 2) == {4, 5, 6, 9, 10}
     assert choose_checkpoints([2, 4, 8, 10], falls, 2) == {4, 8, 10}
     assert choose_checkpoints([1, 2, 3], {}, 2) == {2, 3}
+    assert choose_checkpoints([1, 2, 3], {1: float("nan"), 2: 5.0, 3: float("nan")}, 2) == {1, 2, 3}
     assert choose_checkpoints([1, 2, 3, 4], {1: 9.0, 2: 5.0, 3: 4.0, 4: 3.0}, 2) == {1, 2, 3, 4}
     assert choose_checkpoints([1, 2, 3], {1: 5.0, 2: 5.0, 3: 5.0}, 2) == {2, 3}

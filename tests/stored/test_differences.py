@@ -1,6 +1,7 @@
 """Two runs that should agree: what was changed is named first, then where their data part, and in which form."""
 
 import json
+import math
 
 import gymnasium as gym
 import numpy as np
@@ -17,6 +18,7 @@ from whence import ModuleView, Outputs, RecordBatch, Run, RunDirectory, WhenceEr
 from whence.core import packages
 from whence.sb3 import InfluenceCallback
 from whence.stored import compare_runs, import_rollouts
+from whence.stored.differences import measure_change
 
 
 class Cart(gym.Env):
@@ -379,3 +381,17 @@ def test_a_run_notes_the_code_that_it_began_with(tmp_path):
     assert (run.notes["code"], {"Cart.pay", "Cart.step", "Cart.see"} <= before.keys()) == (before, True)
     assert "the code of Cart.pay differs" in run.notes["resumed"][0]["reason"]
     assert {"torch threads", "device", "CPU", "python"} <= run.versions.keys()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "change"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.5),
+        ([math.nan, 2.0], [math.nan, 2.0], 0.0),
+        ([math.nan, 2.0], [1.0, 2.0], math.inf),
+        ([math.inf, 2.0], [math.inf, 2.0], 0.0),
+        ([math.inf, 2.0], [-math.inf, 2.0], math.inf),
+    ],
+)
+def test_parameters_that_are_not_finite(old: list[float], new: list[float], change: float) -> None:
+    assert measure_change(torch.tensor(old), torch.tensor(new)) == change

@@ -132,15 +132,15 @@ def choose_checkpoints(numbers: Sequence[int], returns: Mapping[int, float], kee
         returns: the mean return by round, as far as known.
         keep: the number of last ones.
     """
-    kept, returns = {*numbers[-keep:]}, {number: each for number, each in returns.items() if math.isfinite(each)}
+    chosen, returns = {*numbers[-keep:]}, {number: each for number, each in returns.items() if math.isfinite(each)}
     qualities = {number: returns[number + 1] for number in numbers if number + 1 in returns}
     if qualities:
         best = max(reversed(qualities), key=qualities.__getitem__)
         first, highest = returns[min(returns)], qualities[best]
         high = min(highest, first + _HIGH * (highest - first))
         fall = numbers.index(max(number for number, each in qualities.items() if each >= high))
-        kept |= {best, *numbers[fall : fall + 2]}
-    return kept
+        chosen |= {best, *numbers[fall : fall + 2]}
+    return chosen
 
 
 def read_states(parts: Iterable[Any]) -> list[Any]:

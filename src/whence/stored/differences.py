@@ -202,17 +202,18 @@ def _compare_parameters(a: RunDirectory, b: RunDirectory, number: int) -> list[D
     for name, (one, two) in find_changes(*kinds).items():
         text = f"{which} in kind: {name} is {_show(one)} in A, {_show(two)} in B."
         return [Difference("parameters", "dtype", text, one, two, number)]
-    changes = {_measure_change(old[name], new[name]): name for name in old if old[name].numel()}
+    changes = {measure_change(old[name], new[name]): name for name in old if old[name].numel()}
     if not (most := max(changes, default=0.0)):
         return []
     text = f"{which}, by at most {most:.2g}, in {changes[most]}."
     return [Difference("parameters", "parameters", text, round=number)]
 
 
-def _measure_change(old: Tensor, new: Tensor) -> float:
+def measure_change(old: Tensor, new: Tensor) -> float:
     """Return the largest difference of two tensors; infinity if a number is NaN in one of them alone."""
-    changes = (old.double() - new.double()).abs()
-    return float(changes.nan_to_num(0.0, posinf=math.inf).max()) if old.isnan().equal(new.isnan()) else math.inf
+    differs = (old != new) & ~(old.isnan() & new.isnan())
+    changes = (old[differs].double() - new[differs].double()).abs()
+    return math.inf if changes.isnan().any() else max(changes.tolist(), default=0.0)
 
 
 def _read_records(run: RunDirectory, number: int) -> pl.DataFrame:

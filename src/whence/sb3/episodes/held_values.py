@@ -102,8 +102,8 @@ def digest_environment(make: Callable[[], gym.Env[Any, Any]], *, whole: bool = F
         for env in (make() for _ in range(2)):  # the second after the first was read
             chains.append(read_chain(env))
             env.close()
-    held = keep_constant(*chains)["held"]
-    constants = {name: value for name, value in held.items() if whole or ".__class__." in name}
+    values = keep_constant(*chains)["held"].items()
+    constants = {name: value for name, value in values if whole or ".__class__." in name}
     has_code = whole or any(name.endswith(_CODE) for name in constants)
     return _digest(json.dumps(constants).encode()) if has_code else None
 

@@ -58,15 +58,15 @@ def ask(name: str, seed: int, runs: Path, out: Path) -> None:
 
 
 def main(out: Out, runs: Runs = Path("out/collapse"), only: Only = "", workers: Workers = 1) -> None:
-    """Ask what was not asked yet."""
+    """Ask what was not asked yet, of one run of each training."""
     runs = runs.resolve()
-    jobs = [
-        (name, seed)
+    jobs = {
+        name: seed
         for name, world in WORLDS.items()
-        for seed in SEEDS[world.kind]
+        for seed in reversed(SEEDS[world.kind])  # the first that broke
         if world.kind != "healthy" and name.startswith(only) and has_broken(runs / f"{name}-{seed}")
-    ]
-    run_jobs(ask, jobs, runs, out.resolve(), workers=workers)
+    }
+    run_jobs(ask, jobs.items(), runs, out.resolve(), workers=workers)
 
 
 if __name__ == "__main__":

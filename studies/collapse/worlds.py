@@ -142,8 +142,7 @@ WORLDS: Mapping[str, World] = {
     ),
 }
 
-SEEDS: Mapping[Kind, tuple[int, ...]] = {"healthy": (0, 1, 2), "natural": (0, 1, 2), "planted": (0,)}
-"""Of natural ones, seeds are trained until one breaks."""
+SEEDS: Mapping[Kind, tuple[int, ...]] = {"healthy": (0, 1, 2), "natural": (0, 1), "planted": (0,)}
 
 
 class Changed(gym.Wrapper[Any, Any, Any, Any]):

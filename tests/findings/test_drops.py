@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from scipy.signal import lfilter
 
 from whence.findings import find
 from whence.findings.drops import EARLIER, find_drop, measure_changes, split_in_two
@@ -46,6 +47,20 @@ class TestDrop:
     )
     def test_what_is_no_drop(self, returns: np.ndarray) -> None:
         assert find_drop(ROUNDS, returns) is None
+
+    def test_a_steady_rise_is_no_noise(self) -> None:
+        """Each tenth is a third of the rise above the one before, more than most falls."""
+        rising, fallen = np.linspace(40, 460, 14), make_returns((25, 35))
+        drop = find_drop(np.arange(1, 50), np.concatenate([rising, fallen]))
+        assert drop is not None
+        assert drop.round == 15
+
+    @pytest.mark.parametrize("count", [25, 50, 100])
+    def test_what_wanders_seldom_breaks(self, count: int) -> None:
+        generator = np.random.default_rng(0)
+        noise = generator.standard_normal((100, count + 50))
+        returns = lfilter([1.0], [1.0, -0.9], noise)[:, 50:]
+        assert sum(find_drop(np.arange(count), each) is not None for each in returns) <= 10
 
     def test_rounds_without_an_end_are_passed_over(self) -> None:
         returns = make_returns((0, 10), (100, 20), (20, 10))

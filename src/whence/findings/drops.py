@@ -25,8 +25,9 @@ _PART, _LEAST_PART = 10, 3
 LEAST_DEPTH = 1 / 3
 """How far a return has to fall, as a share of what it had risen, to be a drop."""
 
-_BEYOND = 4.0
-"""How many times the usual change between neighbouring tenths a rise and a fall have: of noise, nearly none has."""
+_BEYOND, _BEYOND_TREND = 4.0, 6.0
+"""How many times the usual change between neighbouring tenths a rise and a fall have, without and with a trend taken
+away: of noise, nearly none has either."""
 
 WINDOW = 5
 """Rounds before a drop in which something may have been unusual."""
@@ -74,12 +75,9 @@ def find_drop(rounds: NDArray[np.int64], returns: Numbers) -> Drop | None:
     first, *middle, last = means = windows.mean(axis=1)
     best = len(middle) - int(middle[::-1].index(max(middle)))  # of equal ones, the last
     risen, fallen = means[best] - first, means[best] - last
-    # What has no trend wanders, too, such as a logged mean over a hundred episodes: from one tenth to the next.
-    steps = np.abs(means[part:] - means[:-part])
-    wandered = [_BEYOND * float(np.median(each)) for each in (steps[: best + 1], steps)]
-    if risen <= max(wandered[0], _reach(windows[0]) + _reach(windows[best])):
+    if risen <= max(_measure_wander(means, part, best), _reach(windows[0]) + _reach(windows[best])):
         return None
-    if fallen <= max(wandered[1], _reach(windows[best]) + _reach(windows[-1])):
+    if fallen <= max(_measure_wander(means, part, len(means)), _reach(windows[best]) + _reach(windows[-1])):
         return None
     place = best + split_in_two(values[best:])
     return Drop(
@@ -88,6 +86,17 @@ def find_drop(rounds: NDArray[np.int64], returns: Numbers) -> Drop | None:
         best_rounds=(int(rounds[known[best]]), int(rounds[known[best + part - 1]])),
         **{"first": float(first), "best": float(means[best]), "last": float(last), "depth": float(fallen / risen)},
     )
+
+
+def _measure_wander(means: Numbers, part: int, end: int) -> float:
+    """Return how far the mean of a tenth gets by chance, until place `end`.
+
+    What has no trend wanders, too, such as a logged mean over a hundred episodes. What rises steadily does not: there
+    the change of the change is small, which is three times as variable as the change if means are independent.
+    """
+    steps = np.abs(means[part:] - means[:-part])
+    bends = np.abs(means[2 * part :] - 2 * means[part:-part] + means[: -2 * part]) / np.sqrt(3)
+    return min(_BEYOND * float(np.median(steps[: end + 1])), _BEYOND_TREND * float(np.median(bends)))
 
 
 def _reach(values: Numbers) -> float:

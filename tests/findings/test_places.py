@@ -144,6 +144,15 @@ def test_an_axis_of_whole_numbers_has_no_stretch() -> None:
     assert look_at_dead_stretches(replace(evidence, actions=both, action_names=["push", "sign"])).statistic < 0.4
 
 
+def test_what_little_an_earlier_action_moves_does_not_make_it_late() -> None:
+    """The sun's way is known without actions, but for a little that follows the action before."""
+    evidence = make(lambda one: one["copy"] == 3)
+    angles, little = STEP * 2 * np.pi / LENGTH, 0.03 * np.roll(evidence.actions - 1.0, 2)
+    features = {**evidence.features, "east": np.sin(angles) + little, "north": np.cos(angles) + little}
+    blocks = {name: values[:, None] for name, values in features.items()}
+    assert look_at_late_actions(replace(evidence, features=features, blocks=blocks)).statistic == 0
+
+
 def test_the_records_of_a_place_are_marked() -> None:
     evidence = pay(np.negative, is_middle)
     mask, there = look_at_rewards(evidence).mask, is_middle(evidence)

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from helpers.toys import copy_signed
 from helpers import resuming
 from helpers.language_runs import tiny
 from helpers.language_training import make_model, make_tokenizer
+from helpers.toys import copy_signed
 from helpers.trl_training import make_trainer
 from whence import IIF
 from whence.core import WhenceError, preserve_rng_state

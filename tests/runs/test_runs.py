@@ -181,8 +181,8 @@ class TestOpen:
         ("document", "marked"),
         [
             (
-                {"format": "whence-run", "version": 2, "config": {"rule": "IIF(drop=0.125, warmup=0)"}, "versions": {}},
-                "is marked as version 2; .* reads 'whence-run', version 3",
+                {"format": "whence-run", "version": 1, "config": {"rule": "IIF(drop=0.125, warmup=0)"}, "versions": {}},
+                "is marked as version 1; .* reads 'whence-run', versions 2 and 3",
             ),
             ({"format": "other", "version": 3, "config": {}, "versions": {}}, "is marked 'other'.*no run directory"),
             ({"config": {}, "versions": {}}, "is marked None"),

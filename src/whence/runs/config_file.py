@@ -3,6 +3,7 @@
 By signatures the runs are known that this user made on this machine.
 """
 
+import ast
 import hmac
 import json
 import logging
@@ -28,8 +29,8 @@ REPLACING = "replacing"
 FORMAT = "whence-run"
 """The mark of a run's config.json."""
 
-VERSION = 3
-"""Of a run's config.json."""
+VERSION, OLDER = 3, 2
+"""Of a run's config.json, and the one before, which is read, too."""
 
 SIGNATURE = ".signature"
 """The file of a run's signature, which is no part of what the run is."""
@@ -76,13 +77,33 @@ def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
         RunDirectoryError: see `check_config_file`; or it is of another version.
     """
     document = check_config_file(path)
-    parts = {name: document.get(name, {}) for name in ("config", "versions", "notes")}
-    if document.get("version") != VERSION or not all(isinstance(part, dict) for part in parts.values()):
+    parts, version = {name: document.get(name, {}) for name in ("config", "versions", "notes")}, document.get("version")
+    if version not in (OLDER, VERSION) or not all(isinstance(part, dict) for part in parts.values()):
         raise RunDirectoryError(
-            f"{path} is marked as version {document.get('version')!r}; this version of whence reads {FORMAT!r}, "
-            f"version {VERSION}. Read it with the version that wrote it, or run again into a new directory."
+            f"{path} is marked as version {version!r}; this version of whence reads {FORMAT!r}, versions {OLDER} and "
+            f"{VERSION}. Read it with the version that wrote it, or run again into a new directory."
         )
+    if version == OLDER:
+        parts["config"] |= {name: _read_call(parts["config"].get(name), name) for name in _CALLS & {*parts["config"]}}
     return parts
+
+
+_CALLS = {"rule", "target", "objective"}
+"""What version 2 stored as the text of a call, such as IIF(drop=0.25)."""
+
+
+def _read_call(text: Any, name: str) -> Any:
+    """Return the settings of a call as version 3 stores them: None of the model's objective, else the text."""
+    try:
+        call = ast.parse(str(text), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None if name == "objective" else text
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
+        return text
+    settings = {
+        each.arg: each.value.value for each in call.keywords if each.arg and isinstance(each.value, ast.Constant)
+    }
+    return {name: call.func.id, **settings} if len(settings) == len(call.keywords) else text
 
 
 def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:

@@ -169,6 +169,8 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
             np.maximum(((moves - predict_each(basis, moves, episodes[late])) ** 2).mean(axis=0), FLOOR)
             for basis in (bases[0][:, :start], *bases)
         )
+        if np.maximum(none - before, 0).sum() <= np.maximum(none - present, 0).sum():
+            continue  # the present action tells more of the move, if not of what is nearly known without any
         # Each entry's gain, so that those that no action moves count for nothing.
         gains = [float(np.maximum(np.log(none / each), 0).sum()) for each in (present, before)]
         # Where the present action tells nearly all, too, it does not act late.

@@ -35,9 +35,6 @@ COMMANDS = {name: load_command(name, home) for name, home in TOP_COMMANDS.items(
     f"llm {name}": load_command(name, home) for name, home in LLM_COMMANDS.items()
 }
 
-LARGE = ("EleutherAI", "rho-math", "models/rho-gsm8k")
-"""Models of commands that need the Hub; tests/docs/test_recipes.py runs those on small models."""
-
 LONG_PAGES = ("reference/command", "guide/tuning", "guide/llm", "guide/trust")
 
 STEPS = 64
@@ -196,8 +193,6 @@ def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch
         exec(compile(blocks(page, "python")[0], page, "exec"), {})
     printed = []
     for name, *arguments in command_lines(page):
-        if any(model in argument for model in LARGE for argument in arguments):
-            continue
         monkeypatch.setattr(sys, "argv", ["whence", *name.split(), *shorten(name, arguments)])
         with pytest.raises(SystemExit) as end:
             cli.main()

@@ -103,6 +103,7 @@ def shorten(name, arguments):
     if name == "train":
         rounds = 5 if re.search(r"runs/(lake|lander|plain|recorded)( |$)", line) else 1  # a page asks for the fifth
         line = re.sub(r"--rounds \d+", f"--rounds {rounds}", line).replace("--timesteps 500000", "--timesteps 512")
+        line = line.replace("--record-rounds 1-10", f"--record-rounds 1-{rounds}")
         line = line.replace("LunarLander-v3", "CartPole-v1")
         line += " --n-epochs 1" + ("" if "n_steps" in line else f" --n-steps {STEPS}")
         line += "" if re.search("--rounds|--timesteps", line) else f" --rounds {rounds}"

@@ -1,4 +1,4 @@
-"""What MkDocs adds to the pages while it builds them: the commands' reference, from the commands themselves."""
+"""What MkDocs adds to the pages while it builds them: the commands and the names in logs, from the code itself."""
 
 import re
 from typing import Any
@@ -8,8 +8,10 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from whence.cli.app import app
+from whence.stored.logs import AGENT_NAMES, LANGUAGE_NAMES, Names
 
 MARK = "<!-- commands -->"
+LOGS_MARK = "<!-- names in logs -->"
 
 
 def describe_commands() -> str:
@@ -20,6 +22,24 @@ def describe_commands() -> str:
     return sections[sections.index("## whence ") :]
 
 
+def tabulate_names(title: str, names: Names) -> str:
+    """Return a table of the logged names that each column of a run's metrics is read from."""
+    rows = [
+        f"| `{column}` | {change} | {', '.join(f'`{name}`' for name in logged)} |"
+        for (column, change), logged in names.items()
+    ]
+    return "\n".join([f"### {title}", "", "| column | of a logged x | names |", "| --- | --- | --- |", *rows, ""])
+
+
+def describe_names() -> str:
+    """Return the tables of all names that are read in logs."""
+    libraries = {"Stable-Baselines3, CleanRL and rsl_rl": AGENT_NAMES, "TRL, verl and OpenRLHF": LANGUAGE_NAMES}
+    return "\n".join(tabulate_names(title, names) for title, names in libraries.items())
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the commands in the place of their mark."""
-    return markdown.replace(MARK, describe_commands()) if MARK in markdown else markdown
+    """Put the commands and the names in logs in the place of their marks."""
+    for mark, describe in ((MARK, describe_commands), (LOGS_MARK, describe_names)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, describe())
+    return markdown

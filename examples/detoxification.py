@@ -2,7 +2,8 @@
 
     python examples/detoxification.py data/detox    # train.jsonl and test.jsonl, from the Hub
 
-docs/guide/llm.md has the command that trains on these files. The test's reward is `examples/detoxification.py:civil`.
+results/llm/README.md has the command that trains on these files. The test's reward is
+`examples/detoxification.py:civil`.
 """
 
 import json

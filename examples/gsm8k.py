@@ -2,7 +2,7 @@
 
     python examples/gsm8k.py data/gsm8k    # sft/train.jsonl, train.jsonl, trusted.jsonl and test.jsonl
 
-docs/guide/llm.md has the commands that train on these files. The reward is `examples/gsm8k.py:right`.
+results/llm/README.md has the commands that train on these files. The reward is `examples/gsm8k.py:right`.
 """
 
 import json

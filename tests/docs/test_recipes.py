@@ -1,4 +1,4 @@
-"""The full-size recipes of docs/guide/llm.md: their data, their rewards, and their commands."""
+"""The full-size recipes of results/llm/README.md: their data, their rewards, and their commands."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from whence.lab.language import training as training
 from whence.lab.language.laboratory_tasks import make_character_tokenizer
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "guide" / "llm.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "results" / "llm" / "README.md").read_text(encoding="utf-8")
 SOLUTION = "She has 16-3-4=<<16-3-4=9>>9 eggs.\nShe makes 9*2=$<<9*2=18>>18.\n#### 18"
 TEXT = "abcdefghij " * 4
 

@@ -1,5 +1,6 @@
 """Findings on logs that other libraries wrote, where no run directory exists."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -24,7 +25,7 @@ from whence.stored.logs import AGENT_NAMES, LANGUAGE_NAMES, Logs, read_logs
 
 RECORDLESS = {"a return that fell", "large steps", "small steps", "lost entropy", "settings of rounds"}
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "findings.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def train(folder: Path, rate: float, env: str = "CartPole-v1", **settings: Any) -> Path:
@@ -281,8 +282,10 @@ def test_no_name_means_two_things() -> None:
     assert {f"train/{name}" for name in language} & agents == {"train/entropy_loss", "train/learning_rate"}
 
 
-def test_the_guide_has_the_names_that_are_read() -> None:
-    text = GUIDE.read_text(encoding="utf-8")
+def test_the_page_of_files_has_the_names_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    hooks = importlib.import_module("hooks")
+    text = hooks.on_page_markdown((DOCS / "reference" / "files.md").read_text(encoding="utf-8"))
     for known in (AGENT_NAMES, LANGUAGE_NAMES):
         rows = [
             f"| `{column}` | {change} | {', '.join(f'`{name}`' for name in names)} |"

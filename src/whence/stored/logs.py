@@ -98,7 +98,9 @@ def read_logs(path: Path) -> Logs:
     counts = [len({*metrics.columns} - {"round", "step", "train/learning_rate"}) for metrics, _ in (agent, language)]
     if not any(counts):
         came = ", ".join(table.columns[:8]) or "no numbers"
-        raise WhenceError(f"{path} holds {came}: no metric that whence reads. The guide to findings lists their names.")
+        raise WhenceError(
+            f"{path} holds {came}: no metric that whence reads. docs/reference/files.md says which names it reads."
+        )
     is_language, axes = counts[1] > counts[0], 0
     metrics, not_read = language if is_language else agent
     if not is_language:

@@ -174,7 +174,7 @@ class TestCreate:
 class TestOpen:
     @pytest.mark.parametrize(("place", "reason"), [("", r"holds no config\.json"), ("not/there", "is not there")])
     def test_no_config(self, tmp_path, place, reason):
-        with pytest.raises(RunDirectoryError, match=rf"{reason}.*passed as --run"):
+        with pytest.raises(RunDirectoryError, match=rf"{reason}.*passed as run= or --run"):
             RunDirectory.open(tmp_path / place)
 
     @pytest.mark.parametrize(

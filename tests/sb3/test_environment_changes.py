@@ -218,6 +218,8 @@ def test_what_differs_is_named_before_anything_is_trained(form, tmp_path, caplog
     (note,) = RunDirectory.open(tmp_path).notes["resumed"]
     assert note["reason"].startswith(change)
     assert note["after_round"] == 3
+    train(tmp_path, make(0.5), 4)
+    assert "All 4 rounds were made before this changed" in caplog.text
     caplog.clear()
     train(tmp_path, make(0.9), 5)
     assert "not as if" not in caplog.text

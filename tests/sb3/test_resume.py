@@ -162,7 +162,7 @@ class TestFinished:
         again = train(MODELS["walk"], tmp_path)
         assert_same_model(again, whole)
         assert contents(tmp_path) == before
-        assert "finished after 5 rounds: nothing is trained" in caplog.text
+        assert "finished after 5 rounds: nothing is trained. To train anew, pass overwrite=True" in caplog.text
 
     def test_of_a_finished_run_neither_checkpoint_nor_notes_change(self, tmp_path, caplog):
         def make():

@@ -199,7 +199,8 @@ def explain_no_run(path: Path) -> str:
     if not path.is_dir() and path.exists():
         reason = "is a file, and a run is a directory"
     names = [] if path.exists() else _list_runs(path.parent)
-    return f"{path} {reason}.{suggest(str(path), names) if names else ' Give the directory that was passed as --run.'}"
+    advice = suggest(str(path), names) if names else " Give the directory that was passed as run= or --run."
+    return f"{path} {reason}.{advice}"
 
 
 def _list_runs(folder: Path) -> list[str]:

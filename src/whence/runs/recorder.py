@@ -167,11 +167,14 @@ class RunRecorder:
             raise
         return self._directory.checkpoint
 
-    def continue_after(self, checkpoint: Checkpoint, differences: Collection[str] = ()) -> None:
+    def continue_after(
+        self, checkpoint: Checkpoint, differences: Collection[str] = (), *, is_finished: bool = False
+    ) -> None:
         """Take note that the training is where it was after a checkpoint's round.
 
         `differences` are the reasons why it does not continue as if nothing had happened; changed versions of libraries
-        are found here. They are logged now, before anything is trained.
+        are found here. They are logged now, before anything is trained; of a finished run, too, which was made
+        otherwise.
         """
         self._clock.last_round = checkpoint.round
         self._note_returns(self.directory.table("metrics").to_dicts())
@@ -182,6 +185,7 @@ class RunRecorder:
             self._reason = "; ".join([*differences, *list_changes(noted, versions)])
             if self._reason:
                 message = "What is trained after round %d is not as if nothing had happened: %s."
+                message = "All %d rounds were made before this changed: %s." if is_finished else message
                 log.warning(message, checkpoint.round, self._reason)
 
     def note_resumption(self) -> None:

@@ -302,7 +302,8 @@ class InfluenceCallback(BaseCallback):
         self.metrics = self._recorder.directory.table("metrics").to_dicts()
         reason = restore_training(self.model, self._tracker, checkpoint)
         changes = self._tracker.list_changes(checkpoint.content["environments"])
-        self._recorder.continue_after(checkpoint, [*changes, *([] if reason is None else [reason])])
+        is_finished = self.model.num_timesteps >= self.model._total_timesteps
+        self._recorder.continue_after(checkpoint, [*changes, *filter(None, [reason])], is_finished=is_finished)
         if reason is not None:
             self._state.begin_episodes(self.model)
 

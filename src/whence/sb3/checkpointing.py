@@ -216,7 +216,11 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
             "on with it: model, callback = whence.sb3.resume(run, env)."
         )
     if done >= total:
-        log.warning("%s holds this run, finished after %d rounds: nothing is trained.", path, checkpoint.round)
+        log.warning(
+            "%s holds this run, finished after %d rounds: nothing is trained. To train anew, pass overwrite=True or "
+            "another directory.",
+            *(path, checkpoint.round),
+        )
     elif not model.num_timesteps:
         log.warning("%s: going on after round %d (%s of %s steps).", path, checkpoint.round, f"{done:,}", f"{total:,}")
 

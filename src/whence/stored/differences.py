@@ -117,7 +117,13 @@ def _compare_settings(a: RunDirectory, b: RunDirectory) -> Iterator[Difference]:
     implied = ["parameters"] * (len(telling) > 1) + ["max_episode_steps"] * ("env_wrappers" in telling)
     for name, (old, new) in (telling if telling or members else changes).items():
         if "wrappers" in name and isinstance(old, list) and isinstance(new, list):
-            chains = [{part["class"]: _show_part(part) for part in each} for each in (old, new)]
+            classes = [{part["class"] for part in each} for each in (old, new)]
+            only = [
+                {name.rpartition(":")[2] for name in each}
+                for each in (classes[0] - classes[1], classes[1] - classes[0])
+            ]
+            is_clear = only[0].isdisjoint(only[1])  # else modules tell them apart
+            chains = [{part["class"]: _show_part(part, is_clear) for part in each} for each in (old, new)]
             orders = [" < ".join(each.values()) for each in chains]
             for one, two in [*find_changes(*chains).values()] or [(orders[0], orders[1])]:
                 text = f"{one} in A, {two} in B." if two else f"Only A's environments have {one}."
@@ -141,9 +147,10 @@ def _compare_settings(a: RunDirectory, b: RunDirectory) -> Iterator[Difference]:
                 yield Difference("resumption", label, f"{what}: {each['reason'].rstrip('.')}.")
 
 
-def _show_part(part: Any) -> str:
+def _show_part(part: Any, is_clear: bool = True) -> str:
     rest = part.get("kwargs", {key: value for key, value in part.items() if key != "class"})
-    return f"{part['class'].rpartition(':')[2]}({', '.join(f'{key}={_show(value)}' for key, value in rest.items())})"
+    name = part["class"].rpartition(":")[2] if is_clear else part["class"].replace(":", ".")
+    return f"{name}({', '.join(f'{key}={_show(value)}' for key, value in rest.items())})"
 
 
 def _show(value: Any) -> str:

@@ -87,7 +87,7 @@ def look_at_idle_entries(evidence: Evidence) -> Sight:
     entries, pairs = dict(_list_entries(evidence.blocks)), np.flatnonzero(evidence.has_next)
     many = sum(1 for _ in _list_continuous(evidence.blocks))
     if not len(evidence.blocks) == len(entries) <= min(FEW, 2 * many):
-        raise CannotTellError("observations are not a few numbers, most of them continuous")
+        raise CannotTellError(f"half of up to {FEW} numbers have to take many values, and {many} of {len(entries)} do")
     idle = [name for name, values in entries.items() if (values[pairs + 1] == values[pairs]).all()]
     if len(idle) != 1 or (np.ptp(values := entries[idle[0]]) == 0 and values[0]):
         return Sight(0.0)

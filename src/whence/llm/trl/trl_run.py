@@ -149,7 +149,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         same_epochs = progress.num_train_epochs == args.num_train_epochs
         total = args.max_steps if args.max_steps > 0 else progress.max_steps if same_epochs else math.inf
         if finished := progress.global_step >= total:
-            log.warning("%s holds this run, finished: nothing is trained.", self.recorder.path)
+            log.warning(
+                "%s holds this run, finished: nothing is trained. To train anew, pass overwrite=True.",
+                self.recorder.path,
+            )
         return bool(finished)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

@@ -130,7 +130,7 @@ def choose_round(
     share, number = max(zip(shares, rounds, strict=True), default=(0.0, 0))
     if not share:
         return {"round": rounds[-1], "why": ""} if rounds else None
-    return {"round": number, "why": "No round has more scores that can be told from 0."}
+    return {"round": number, "why": "In no round can more scores be told from 0."}
 
 
 def describe_trust(run: ExploredRun, records: pl.DataFrame) -> list[dict[str, str]]:

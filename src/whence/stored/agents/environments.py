@@ -56,13 +56,16 @@ def make_env(
             env = gym.make(attribute, disable_env_checker=None if checked else True, **arguments)
     except gym.error.UnregisteredEnv:
         names = {each for each in gym.registry if ":" not in each and "/" not in each}
+        dotted = name.rpartition(".")
+        meant = f" Did you mean '{dotted[0]}:{dotted[2]}'?" if all(dotted) and not module else suggest(name, names)
         raise WhenceError(
             f"No environment {name!r} is registered in Gymnasium; one of a package of its own is module:Id, and one "
-            f"that a function makes is module:function.{suggest(name, names)}"
+            f"that a class or a function makes is module:name.{meant}"
         ) from None
     except Exception as failure:
         raise WhenceError(
-            f"The environment {name!r} cannot be made with {dict(kwargs)}: {type(failure).__name__}: {failure}"
+            f"The environment {name!r} cannot be made{f' with {dict(kwargs)}' if kwargs else ''}: "
+            f"{type(failure).__name__}: {failure}"
         ) from failure
     if not isinstance(env, gym.Env):
         raise WhenceError(

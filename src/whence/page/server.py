@@ -37,7 +37,7 @@ from whence.page.content import (
     describe_runs,
     query_records,
 )
-from whence.page.html import list_figures, render_runs
+from whence.page.html import LIBRARIES, list_figures, read_library, render_runs
 from whence.page.questions import Questions, gather_findings, measure
 from whence.runs import write_flag
 
@@ -229,6 +229,7 @@ def make_app(
     of_record = f"{of_round}/records/{{record:int}}"
     routes = [
         Route("/", show_page),
+        *(Route(f"/assets/{name}.js", partial(_show_library, name)) for name in LIBRARIES),
         route("/api/page", lambda query: describe_runs(runs)),
         route("/api/figures", lambda query: list_figures(runs)),
         route(
@@ -246,6 +247,10 @@ def make_app(
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_guard), hosts])
+
+
+def _show_library(name: str, request: Request) -> Response:
+    return Response(read_library(name), media_type="text/javascript")
 
 
 def _query(run: ExploredRun, number: int, query: QueryParams) -> dict[str, Any]:

@@ -369,13 +369,17 @@
         chosen = { ...chosen, round: run().rounds.at(-1), otherRound: null };
         show();
       } else showControls();
-      if (isNew) window.updateFigures?.(await source.fetchJson("/api/figures"));
+      if (isNew) window.updateFigures(await source.fetchJson("/api/figures"));
     } catch (error) {
       status.textContent = error.gone ? "The server does not answer. Trying again …" : error.message;
       status.dataset.gone = "yes";
       wait = 2 * POLL;
     }
     if (page.runs.some(({ finished }) => !finished)) setTimeout(poll, wait);
+  }
+
+  if (source.served) {
+    document.addEventListener("explorer-shown", () => source.fetchJson("/api/figures").then(window.updateFigures, ({ message }) => { at("figures").textContent = message; }), { once: true });
   }
 
   listRuns();

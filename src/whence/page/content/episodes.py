@@ -21,10 +21,8 @@ def read_metrics(run: RunDirectory) -> pl.DataFrame:
     metrics = run.table("metrics")
     if run.is_language or metrics.is_empty():
         return metrics
-    parts = []
-    for number in run.rounds():
-        path = run.round_path("records", number)
-        parts.append(_sum_episodes(path, stamp_file(path)).with_columns(round=pl.lit(number)))
+    paths = [(number, run.round_path("records", number)) for number in run.rounds()]
+    parts = [_sum_episodes(number, path, stamp_file(path)) for number, path in paths]
     if not parts:
         return metrics
     episodes = (
@@ -38,7 +36,7 @@ def read_metrics(run: RunDirectory) -> pl.DataFrame:
 
 
 @lru_cache(maxsize=20_000)
-def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
+def _sum_episodes(number: int, path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
     """Return a round's part of each episode: its rewards' sum, its steps, the first of them, and whether it ended.
 
     No rows of a file that is damaged, or lacks these columns. A page that is asked for news reads a round once.
@@ -55,5 +53,6 @@ def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
             length=pl.len(),
             first=pl.col("step").min(),
             ended=(pl.col("end").fill_null("") != "").any(),
+            round=pl.lit(number),
         )
     )

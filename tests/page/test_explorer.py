@@ -13,7 +13,7 @@ from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
-from whence.page.content.record_grid import build_pivot
+from whence.page.content.record_grid import Search, build_pivot
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.html import NOT_EMBEDDED, embed_rounds, list_latest
 from whence.runs import RunDirectory, write_flag
@@ -212,8 +212,8 @@ def test_groups_are_in_their_own_order(lake):
 
 
 class TestQuery:
-    def ids(self, run, **query):
-        return [row["record_id"] for row in query_records(run, 1, **query)["data"]]
+    def ids(self, run, page=1, size=50, **search):
+        return [row["record_id"] for row in query_records(run, 1, Search(**search), page=page, size=size)["data"]]
 
     def test_pages_in_order(self, lake):
         order = table_of().sort("score", "record_id")["record_id"].to_list()
@@ -230,9 +230,13 @@ class TestQuery:
 
     def test_actions_are_sorted_as_numbers_unless_they_have_names(self, tmp_path, monkeypatch):
         run = run_of(tmp_path / "many", table_of(action=[2, 10, 1] * 20))
-        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["1", "2", "10"]
+        assert [row["action"] for row in query_records(run, 1, Search(sort="action"))["data"]][::20] == ["1", "2", "10"]
         monkeypatch.setattr(ExploredRun, "labels", [f"{'cba'[k % 3]}{k}" for k in range(11)])
-        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["a2", "b1", "b10"]
+        assert [row["action"] for row in query_records(run, 1, Search(sort="action"))["data"]][::20] == [
+            "a2",
+            "b1",
+            "b10",
+        ]
 
     @pytest.mark.parametrize(
         ("filters", "expected"),
@@ -263,11 +267,11 @@ class TestQuery:
     )
     def test_questions_without_a_meaning_are_refused(self, lake, query):
         with pytest.raises(WhenceError):
-            query_records(lake, 1, **query)
+            self.ids(lake, **query)
 
     def test_labels_are_searched_for_and_shown(self, lake, monkeypatch):
         monkeypatch.setattr(ExploredRun, "labels", ["nothing", "left", "main", "right"])
-        shown = query_records(lake, 1, filters=[("action", "MAI")])["data"]
+        shown = query_records(lake, 1, Search(filters=[("action", "MAI")]))["data"]
         assert {row["action"] for row in shown} == {"main"}
         assert len(shown) == 15
 

@@ -52,7 +52,7 @@ class TestRoutes:
         assert [run["label"] for run in page["runs"]] == ["iif, seed 3", "the other"]
         assert server.get("/api/runs/1/rounds/1")["records"] == 60
         grid = server.get("/api/runs/1/rounds/1/records?page=2&size=7&sort=step&dir=desc&filter=score:<0&search=lo")
-        assert grid.keys() == {"last_page", "last_row", "data"}
+        assert grid.keys() == {"last_page", "last_row", "data", "records", "left_out"}
         assert server.get("/api/runs/0/rounds/1/records/17")["record"] == 17
         assert server.get("/api/figures")[0].keys() == {"title", "about", "figure"}
         pivot = server.get("/api/runs/0/rounds/1/pivot?by=action&by=keep")

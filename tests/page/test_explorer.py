@@ -276,6 +276,59 @@ class TestQuery:
         assert len(shown) == 15
 
 
+class TestSearchOfAllRounds:
+    @pytest.fixture
+    def run(self, tmp_path):
+        """Of three rounds of sixty records: the scores of the second are twice the first's, the third has none."""
+        run, ids = run_of(tmp_path / "long"), np.arange(60)
+        doubled = table_of(record_id=60 + ids, score=2 * table_of()["score"].to_numpy())
+        run.directory.write_round("records", 2, doubled)
+        run.directory.write_round("records", 3, table_of(record_id=120 + ids, score=None, error=None))
+        return run
+
+    def places(self, run, **search):
+        answer = plain(query_records(run, None, Search(**search)))
+        return [(row["round"], row["record_id"]) for row in answer["data"]], answer["last_row"], answer["left_out"]
+
+    def test_they_come_in_order_of_rounds_and_none_is_scored(self, run, monkeypatch):
+        monkeypatch.setattr("whence.page.content.explored_run.score_round", lambda *args, **settings: 1 / 0)
+        places, count, left_out = self.places(run)
+        assert places == [(1, number) for number in range(50)]
+        assert (count, left_out) == (180, [])
+        answer = query_records(run, None, page=4, size=50)
+        assert [row["record_id"] for row in answer["data"]] == list(range(150, 180))
+        assert (answer["records"], answer["last_page"]) == (180, 4)
+
+    def test_by_conditions_as_in_a_round(self, run):
+        places, count, left_out = self.places(run, filters=[("score", "<-28")], sort="score")
+        # The scores of the first two rounds are -30, -29, ... and -60, -58, ...
+        first, second = [(1, record) for record in (0, 43)], [(2, 60 + k * 43 % 60) for k in range(16)]
+        assert places == [*second[:15], first[0], second[15], first[1]]
+        assert (count, left_out) == (18, [3])
+        assert self.places(run, search="too low")[1] == 45
+        assert self.places(run, filters=[("round", ">1"), ("step", "3")])[1] == 12
+        assert self.places(run, ids=[3, 63])[0] == [(1, 3), (2, 63)]
+
+    def test_by_a_condition_in_sql(self, run):
+        assert self.places(run, where="action = 2 and step < 1 and round > 1")[0] == [
+            *((2, 70), (2, 90), (2, 110), (3, 130), (3, 150), (3, 170))
+        ]
+        assert self.places(run, where="score < -59")[1:] == (1, [3])
+        assert self.places(run, where="x1 < -58")[1] == 3
+        for where in ("nope > 1", "1; drop", "(select 1)"):
+            with pytest.raises(WhenceError, match=r"where is .*Write a condition in SQL"):
+                self.places(run, where=where)
+
+    def test_what_no_round_has_is_refused(self, run):
+        with pytest.raises(WhenceError, match="no column 'fuel'"):
+            self.places(run, filters=[("fuel", "1")])
+
+    def test_a_record_that_is_there_twice_is_listed_twice(self, run):
+        twice = pl.concat([table_of(), table_of()[:1]])
+        run.directory.write_round("records", 1, twice)
+        assert self.places(run, ids=[0])[0] == [(1, 0), (1, 0)]
+
+
 class TestDetail:
     def test_what_surrounds_a_record(self, lake):
         detail = plain(build_detail(lake, 1, 13))

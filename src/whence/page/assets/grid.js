@@ -124,7 +124,7 @@ Whence.makeGrid = (parts) => {
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
       columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
-      placeholder: `No ${Whence.one} fits.`, initialHeaderFilter: filters.map(({ field, value }) => ({ field, value })),
+      placeholder: `No ${Whence.one} fits.`, initialHeaderFilter: filters.flatMap(({ field, value }) => (field !== ROUND.key || scope.value ? { field, value } : [])),
       initialSort: sorters.length ? sorters.map(({ field, dir }) => ({ column: field, dir })) : scored && first && !scope.value ? [{ column: first, dir: "asc" }] : [],
       rowFormatter: (row) => row.getElement().classList.toggle("named", named.has(row.getData().record_id)),
       columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,

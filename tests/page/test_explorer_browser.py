@@ -606,7 +606,7 @@ class TestServed:
         expect(note).to_have_text("2 of the 480 records of 2 rounds.")
         page.fill("#grid-where", "action = 2")
         page.keyboard.press("Enter")
-        expect(note).to_contain_text("1 rounds lack what is searched")
+        expect(note).to_contain_text("such as stored scores, are left out: 1.")
         asked = parse_qs(server.asked[-1].query)
         assert (asked["where"], "sort" in asked) == (["action = 2"], False)
         rows.first.get_by_role("button").click()

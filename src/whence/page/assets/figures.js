@@ -89,7 +89,8 @@
 
   function addHolder(title, about) {
     const [section, heading, text, holder] = ["section", "h2", "p", "div"].map((tag) => document.createElement(tag));
-    [heading.textContent, text.textContent, holder.className, holder.role, holder.ariaLabel] = [title, about, "figure", "img", title];
+    [heading.textContent, text.textContent] = [title, about];
+    Object.assign(holder, { id: `figure-${holders.length}`, className: "figure", role: "img", ariaLabel: title });
     section.append(heading, text, holder);
     document.getElementById("figures").append(section);
     document.getElementById("figures-link").hidden = false;

@@ -91,7 +91,7 @@ Whence.makeGrid = (parts) => {
     const place = `${Whence.one}s of ${scope.value ? `${number(run.rounds.length)} rounds` : `round ${number(round.round)}`}`;
     note.textContent = held === count ? `${words}${number(rows)} of the ${number(count)} ${place}.`
       : `${words}${number(rows)} of the ${number(held)} ${place} that this file holds, of ${number(count)}: those of findings, flags and the listed ${language ? "responses" : "moments"} first. whence view shows all.`;
-    if (left.length) note.textContent += ` ${number(left.length)} rounds lack what is searched, such as stored scores, and were left out.`;
+    if (left.length) note.textContent += ` Rounds that lack what is searched, such as stored scores, are left out: ${number(left.length)}.`;
     if (picked.words) note.textContent += " Another round shows all again.";
     news = "";
     flagging.hidden = !source.served || !rows || rows === count;

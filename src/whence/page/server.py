@@ -298,18 +298,19 @@ def _flag_records(body: bytes, run: ExploredRun, *place: Any) -> dict[str, Any]:
     Of several, those that are flagged keep their notes, unless the flags are taken away.
     """
     *numbers, query = place
+    number, record = [*numbers, None, None][:2]
     try:
         note = json.loads(body)["note"]
     except (KeyError, TypeError, ValueError):
         raise WhenceError('JSON is needed, such as {"note": "text"}; null takes the flag away.') from None
     if note is not None and not (isinstance(note, str) and len(note) <= LONGEST_TEXT):
         raise WhenceError(f"A note is a text of up to {LONGEST_TEXT} characters, or null.")
-    if len(numbers) > 1:
-        write_flag(run.directory.path, *numbers, note)
+    if record is not None:
+        write_flag(run.directory.path, number, record, note)
         return {"flag": note}
     search = _read_search(query)
     search = search._replace(only=[*search.only, "flagged" if note is None else "unflagged"])
-    records, _, _ = find_records(run, *(numbers or [None]), search)
+    records, _, _ = find_records(run, number, search)
     write_flags(run.directory.path, records, note)
     return {"flag": note, "records": len(records)}
 

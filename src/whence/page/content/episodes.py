@@ -1,5 +1,6 @@
 """What episodes earned, and how long they were, by the round in which they ended."""
 
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import polars as pl
 from whence.core import require_file
 from whence.page.content.explored_run import stamp_file
 from whence.runs import RunDirectory
+
+_READING = threading.Lock()
+"""Held while rounds are read: of two requests at once, the later one finds them read."""
 
 _COLUMNS = pl.Schema({"episode_id": pl.Int64, "step": pl.Int64, "reward": pl.Float64, "end": pl.String})
 
@@ -22,7 +26,8 @@ def read_metrics(run: RunDirectory) -> pl.DataFrame:
     if run.is_language or metrics.is_empty():
         return metrics
     paths = [(number, run.round_path("records", number)) for number in run.rounds()]
-    parts = [_sum_episodes(number, path, stamp_file(path)) for number, path in paths]
+    with _READING:
+        parts = [_sum_episodes(number, path, stamp_file(path)) for number, path in paths]
     if not parts:
         return metrics
     episodes = (

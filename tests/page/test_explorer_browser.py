@@ -495,6 +495,7 @@ class Server:
 
     def __init__(self):
         self.rounds, self.gone, self.asked, self.written = 2, False, [], []
+        self.is_slow, self.waiting = False, []
 
     def answer(self, route):
         url = urlsplit(route.request.url)
@@ -504,6 +505,8 @@ class Server:
             return route.fulfill(json={"flag": self.written[-1]["note"], "records": 7})
         if self.gone and url.path != "/":
             return route.abort()
+        if self.is_slow:
+            return self.waiting.append(route)
         if url.path.startswith("/assets/"):
             return route.fulfill(content_type="text/javascript", body=read_library(Path(url.path).stem))
         if url.path == "/":
@@ -616,6 +619,19 @@ class TestServed:
         expect(rows).to_have_count(2)  # what was found is still there
         page.select_option("#grid-scope", "")
         expect(note).to_have_text("240 of the 240 records of round 1.")
+
+    def test_what_is_looked_for_before_the_first_answer_is_looked_for_then(self, served):
+        page, server = served
+        expect(page.locator("#grid .tabulator-row")).to_have_count(25)
+        server.is_slow = True
+        page.select_option("#grid-scope", "all")
+        page.fill("#grid-where", "action = 2")
+        page.keyboard.press("Enter")
+        while not server.waiting:
+            page.wait_for_timeout(20)
+        server.is_slow = False
+        server.answer(server.waiting.pop())
+        expect(page.locator("#grid-note")).to_contain_text("are left out: 1.")
 
     def test_what_is_found_is_flagged_at_once(self, served):
         page, server = served

@@ -58,6 +58,7 @@ def render(page: dict, contents: dict[str, Any], **variables: Any) -> str:
         **{"title": "LunarLander-v3: iif", "subtitle": "Seed 0, 4 of 4 rounds.", "mode": page["mode"]},
         **{"explored": True, "page_json": embed(page), "style": Markup(style), "language": page["kind"] == "responses"},
         "round_scripts": [(name, text if isinstance(text, str) else compress(text)) for name, text in contents.items()],
+        **{"figures_json": embed([]), "figures_js": Markup((ASSETS / "figures.js").read_text())},
         "scripts": [Markup((ASSETS / name).read_text()) for name in SCRIPTS],
     }
     return load_template().render(defaults | variables)

@@ -13,7 +13,7 @@ from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
-from whence.page.content.record_grid import build_pivot
+from whence.page.content.record_grid import Search, build_pivot
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.html import NOT_EMBEDDED, embed_rounds, list_latest
 from whence.runs import RunDirectory, write_flag
@@ -212,8 +212,8 @@ def test_groups_are_in_their_own_order(lake):
 
 
 class TestQuery:
-    def ids(self, run, **query):
-        return [row["record_id"] for row in query_records(run, 1, **query)["data"]]
+    def ids(self, run, page=1, size=50, **search):
+        return [row["record_id"] for row in query_records(run, 1, Search(**search), page=page, size=size)["data"]]
 
     def test_pages_in_order(self, lake):
         order = table_of().sort("score", "record_id")["record_id"].to_list()
@@ -230,9 +230,13 @@ class TestQuery:
 
     def test_actions_are_sorted_as_numbers_unless_they_have_names(self, tmp_path, monkeypatch):
         run = run_of(tmp_path / "many", table_of(action=[2, 10, 1] * 20))
-        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["1", "2", "10"]
+        assert [row["action"] for row in query_records(run, 1, Search(sort="action"))["data"]][::20] == ["1", "2", "10"]
         monkeypatch.setattr(ExploredRun, "labels", [f"{'cba'[k % 3]}{k}" for k in range(11)])
-        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["a2", "b1", "b10"]
+        assert [row["action"] for row in query_records(run, 1, Search(sort="action"))["data"]][::20] == [
+            "a2",
+            "b1",
+            "b10",
+        ]
 
     @pytest.mark.parametrize(
         ("filters", "expected"),
@@ -263,13 +267,69 @@ class TestQuery:
     )
     def test_questions_without_a_meaning_are_refused(self, lake, query):
         with pytest.raises(WhenceError):
-            query_records(lake, 1, **query)
+            self.ids(lake, **query)
 
     def test_labels_are_searched_for_and_shown(self, lake, monkeypatch):
         monkeypatch.setattr(ExploredRun, "labels", ["nothing", "left", "main", "right"])
-        shown = query_records(lake, 1, filters=[("action", "MAI")])["data"]
+        shown = query_records(lake, 1, Search(filters=[("action", "MAI")]))["data"]
         assert {row["action"] for row in shown} == {"main"}
         assert len(shown) == 15
+
+
+class TestSearchOfAllRounds:
+    @pytest.fixture
+    def run(self, tmp_path):
+        """Of three rounds of sixty records: the scores of the second are twice the first's, the third has none."""
+        run, ids = run_of(tmp_path / "long"), np.arange(60)
+        doubled = table_of(record_id=60 + ids, score=2 * table_of()["score"].to_numpy())
+        run.directory.write_round("records", 2, doubled)
+        run.directory.write_round("records", 3, table_of(record_id=120 + ids, score=None, error=None))
+        return run
+
+    def places(self, run, **search):
+        answer = plain(query_records(run, None, Search(**search)))
+        return [(row["round"], row["record_id"]) for row in answer["data"]], answer["last_row"], answer["left_out"]
+
+    def test_they_come_in_order_of_rounds_and_none_is_scored(self, run, monkeypatch):
+        scored = []
+        monkeypatch.setattr(
+            "whence.page.content.explored_run.score_round", lambda *args, **settings: scored.append(args)
+        )
+        places, count, left_out = self.places(run)
+        assert places == [(1, number) for number in range(50)]
+        assert (count, left_out, scored) == (180, [], [])
+        answer = query_records(run, None, page=4, size=50)
+        assert [row["record_id"] for row in answer["data"]] == list(range(150, 180))
+        assert (answer["records"], answer["last_page"]) == (180, 4)
+
+    def test_by_conditions_as_in_a_round(self, run):
+        places, count, left_out = self.places(run, filters=[("score", "<-28")], sort="score")
+        # The scores of the first two rounds are -30, -29, ... and -60, -58, ...
+        first, second = [(1, record) for record in (0, 43)], [(2, 60 + k * 43 % 60) for k in range(16)]
+        assert places == [*second[:15], first[0], second[15], first[1]]
+        assert (count, left_out) == (18, [3])
+        assert self.places(run, search="too low")[1] == 45
+        assert self.places(run, filters=[("round", ">1"), ("step", "3")])[1] == 12
+        assert self.places(run, ids=[3, 63])[0] == [(1, 3), (2, 63)]
+
+    def test_by_a_condition_in_sql(self, run):
+        assert self.places(run, where="action = 2 and step < 1 and round > 1")[0] == [
+            *((2, 70), (2, 90), (2, 110), (3, 130), (3, 150), (3, 170))
+        ]
+        assert self.places(run, where="score < -59")[1:] == (1, [3])
+        assert self.places(run, where="x1 < -58")[1] == 3
+        for where in ("nope > 1", "1; drop", "(select 1)"):
+            with pytest.raises(WhenceError, match=r"where is .*Write a condition in SQL"):
+                self.places(run, where=where)
+
+    def test_what_no_round_has_is_refused(self, run):
+        with pytest.raises(WhenceError, match="no column 'fuel'"):
+            self.places(run, filters=[("fuel", "1")])
+
+    def test_a_record_that_is_there_twice_is_listed_twice(self, run):
+        twice = pl.concat([table_of(), table_of()[:1]])
+        run.directory.write_round("records", 1, twice)
+        assert self.places(run, ids=[0])[0] == [(1, 0), (1, 0)]
 
 
 class TestDetail:

@@ -10,7 +10,8 @@ import pytest
 
 from helpers import pages
 from helpers.browsing import HOSTILE, TURNED, open_page, playwright
-from helpers.pages import BEST, LENGTH, WORST, make_language_round, make_page, make_round, write_file
+from helpers.pages import BEST, EPISODES, LENGTH, WORST, make_language_round, make_page, make_round, write_file
+from whence.page.html import read_library
 
 expect = playwright.expect
 LIVE = "http://whence.test"
@@ -284,6 +285,23 @@ class TestGrid:
         page.fill("#grid-search", "no such text")
         expect(page.locator("#grid")).to_contain_text("No record fits.")
 
+    def test_all_rounds_that_a_file_holds_are_searched(self, page):
+        rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
+        page.select_option("#grid-scope", "all")
+        expect(note).to_have_text("960 of the 960 records of 4 rounds.")
+        expect(page.locator("#grid-where")).to_be_hidden()  # it is the server's
+        page.get_by_label("Filter round").fill("<2")
+        expect(note).to_have_text("240 of the 960 records of 4 rounds.")
+        page.get_by_label("Filter score").fill("<-0.5")
+        expect(rows).to_have_count(1)
+        rows.first.click()
+        expect(page.locator("#moment-title")).to_have_text(f"Record {1000 + WORST:,}")
+        expect_link(page, f"#run=0&round=1&record={1000 + WORST}")
+        page.keyboard.press("Escape")
+        page.locator(".pivot tbody button").first.click()
+        expect(note).to_contain_text(" of the 240 records of round 1.")
+        expect(page.locator("#grid-scope")).to_have_value("")  # groups are a round's
+
     def test_groups_findings_and_boxes_choose_records(self, page):
         rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
         expect(page.locator(".pivot tbody td.unsure")).to_have_text(["+0.31", "+0.1 ± 0.29"])
@@ -477,15 +495,20 @@ class Server:
 
     def __init__(self):
         self.rounds, self.gone, self.asked, self.written = 2, False, [], []
+        self.is_slow, self.waiting = False, []
 
     def answer(self, route):
         url = urlsplit(route.request.url)
         self.asked.append(url)
         if route.request.method == "PUT":
             self.written.append(route.request.post_data_json)
-            return route.fulfill(json={"flag": self.written[-1]["note"]})
+            return route.fulfill(json={"flag": self.written[-1]["note"], "records": 7})
         if self.gone and url.path != "/":
             return route.abort()
+        if self.is_slow:
+            return self.waiting.append(route)
+        if url.path.startswith("/assets/"):
+            return route.fulfill(content_type="text/javascript", body=read_library(Path(url.path).stem))
         if url.path == "/":
             return route.fulfill(content_type="text/html", body=pages.render(self.page(), {}))
         return route.fulfill(content_type="application/json", body=json.dumps(self.answer_api(url.path, url.query)))
@@ -497,10 +520,12 @@ class Server:
         if path == "/api/page":
             return self.page()
         if path == "/api/figures":
-            return []
+            return [{"title": HOSTILE, "about": HOSTILE, "figure": {"data": [{"y": [1, 2]}], "layout": {}}}]
         parts = path.split("/")
         if parts[-1] == "findings":
             return {"findings": [], "looked": pages.LOOKED, "opens": None}
+        if parts[-2:] == ["0", "records"]:
+            return self.answer_search(parse_qs(query))
         content = make_round(int(parts[5]))
         if len(parts) == 6:
             return content["round"] | {"rows": None}
@@ -514,7 +539,15 @@ class Server:
         rows = content["round"]["rows"] if asked.get("dir") != ["desc"] else content["round"]["rows"][::-1]
         rows = [row for row in rows if asked.get("search", [""])[0] in row["action"]]
         start, size = (int(asked["page"][0]) - 1) * int(asked["size"][0]), int(asked["size"][0])
-        return {"last_page": -(-len(rows) // size), "last_row": len(rows), "data": rows[start : start + size]}
+        counts = {"last_page": -(-len(rows) // size), "last_row": len(rows), "records": EPISODES * LENGTH}
+        return counts | {"data": rows[start : start + size], "left_out": []}
+
+    def answer_search(self, asked):
+        """Of all rounds, the record with the lowest score of each."""
+        rounds = [make_round(n)["round"] for n in range(1, self.rounds + 1)]
+        rows = [row | {"round": one["round"]} for one in rounds for row in one["rows"] if row["record_id"] == WORST]
+        counts = {"last_page": 1, "last_row": len(rows), "records": self.rounds * EPISODES * LENGTH}
+        return counts | {"data": rows, "left_out": [1] if "where" in asked else []}
 
 
 def make_causes(number, record, by):
@@ -565,6 +598,65 @@ class TestServed:
         page.get_by_label("Filter score").fill("<-0.1")
         page.wait_for_timeout(600)
         assert ["score:<-0.1"] in [parse_qs(url.query).get("filter") for url in server.asked]
+
+    def test_all_rounds_are_searched_and_what_is_found_is_opened(self, served):
+        page, server = served
+        rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
+        expect(rows).to_have_count(25)
+        page.select_option("#grid-scope", "all")
+        expect(rows).to_have_count(2)
+        expect(page.locator("#grid .tabulator-cell[tabulator-field=round]")).to_have_text(["1", "2"])
+        expect(note).to_have_text("2 of the 480 records of 2 rounds.")
+        page.fill("#grid-where", "action = 2")
+        page.keyboard.press("Enter")
+        expect(note).to_contain_text("such as stored scores, are left out: 1.")
+        asked = parse_qs(server.asked[-1].query)
+        assert (asked["where"], "sort" in asked) == (["action = 2"], False)
+        rows.first.get_by_role("button").click()
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 1 of 9")
+        expect(page.locator("#moment-title")).to_have_text(f"Record {WORST}")
+        page.keyboard.press("Escape")
+        expect(rows).to_have_count(2)  # what was found is still there
+        page.select_option("#grid-scope", "")
+        expect(note).to_have_text("240 of the 240 records of round 1.")
+
+    def test_what_is_looked_for_before_the_first_answer_is_looked_for_then(self, served):
+        page, server = served
+        expect(page.locator("#grid .tabulator-row")).to_have_count(25)
+        server.is_slow = True
+        page.select_option("#grid-scope", "all")
+        page.fill("#grid-where", "action = 2")
+        page.keyboard.press("Enter")
+        while not server.waiting:
+            page.wait_for_timeout(20)
+        server.is_slow = False
+        server.answer(server.waiting.pop())
+        expect(page.locator("#grid-note")).to_contain_text("are left out: 1.")
+
+    def test_what_is_found_is_flagged_at_once(self, served):
+        page, server = served
+        flagging, note = page.locator("#grid-flagging"), page.locator("#grid-note")
+        expect(note).to_have_text("240 of the 240 records of round 2.")
+        expect(flagging).to_be_hidden()  # nobody flags all
+        page.fill("#grid-search", "fire left")
+        flagging.get_by_label("Note of these flags").fill("odd")
+        flagging.get_by_role("button", name="Flag these 60 records").click()
+        expect(note).to_have_text("7 flags set. 60 of the 240 records of round 2.")
+        page.check("#grid-flagged")
+        flagging.get_by_role("button", name="Remove these 60 flags").click()
+        expect(note).to_have_text("7 flags removed. 60 of the 240 records of round 2.")
+        assert server.written == [{"note": "odd"}, {"note": None}]
+        urls = [url for url in server.asked if url.path == "/api/runs/0/rounds/2/flags"]
+        assert [parse_qs(url.query).get("only") for url in urls] == [None, ["flagged"]]
+        assert [parse_qs(url.query)["search"] for url in urls] == [["fire left"]] * 2
+
+    def test_figures_come_when_the_round_is_shown(self, served):
+        page, server = served
+        expect(page.locator("#figures h2")).to_have_text(HOSTILE)
+        page.locator("#figures .figure").scroll_into_view_if_needed()
+        expect(page.locator("#figures .main-svg .infolayer")).to_have_count(1)
+        paths = [url.path for url in server.asked]
+        assert paths.index("/api/runs/0/rounds/2") < paths.index("/api/figures") < paths.index("/assets/plotly.js")
 
     def test_new_rounds_extend_the_slider_and_a_server_that_is_gone_is_said(self, served):
         page, server = served

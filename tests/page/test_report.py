@@ -278,7 +278,7 @@ class TestRunPage:
         assert (ASSETS / "vendor/tabulator/LICENSE").read_text() in unescape(html)
 
     def test_a_file_of_sixty_rounds_has_two_megabytes_at_most(self, tmp_path):
-        """Of rounds of 2,048 records, as PPO's defaults make them, whose numbers are noise; 1.4 MB are its own."""
+        """Of rounds of 2,048 records, as PPO's defaults make them, whose numbers are noise; 0.9 MB are its own."""
         n, rng = 2_048, np.random.default_rng(0)
         noise = {name: rng.normal(size=n) for name in ("score", "advantage", "value", "return", "log_prob")}
         noise |= {"error": rng.uniform(0.5, 1, n), "observation": rng.normal(size=(n, 4))}
@@ -289,6 +289,8 @@ class TestRunPage:
             directory.append("metrics", {"round": number, "episode_return": 1.0 * number})
         page = page_of(directory)
         assert (tmp_path / "page.html").stat().st_size < 2_000_000
+        held = sum(len(text) for text in page.scripts if text.startswith('"H4sI') and len(text) < 100_000)
+        assert 100_000 < held < (tmp_path / "page.html").stat().st_size < held + 1_000_000
         rounds = page.rounds()
         assert len(rounds) in (24, 25)  # with one of a finding
         content = rounds["round-0-60"]

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import polars as pl
 import pytest
 
 from helpers.explored_runs import HOSTILE, run_of, table_of
@@ -12,9 +13,10 @@ from helpers.serving import Server, end_processes
 from whence.cli.commands.report_command import view
 from whence.core import WhenceError
 from whence.page import ExploredRun, describe_runs
+from whence.page.html import LIBRARIES, read_library
 from whence.page.questions import Questions
 from whence.page.server import serve
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, write_flag
 from whence.selection import FromMask
 
 
@@ -52,7 +54,7 @@ class TestRoutes:
         assert [run["label"] for run in page["runs"]] == ["iif, seed 3", "the other"]
         assert server.get("/api/runs/1/rounds/1")["records"] == 60
         grid = server.get("/api/runs/1/rounds/1/records?page=2&size=7&sort=step&dir=desc&filter=score:<0&search=lo")
-        assert grid.keys() == {"last_page", "last_row", "data"}
+        assert grid.keys() == {"last_page", "last_row", "data", "records", "left_out"}
         assert server.get("/api/runs/0/rounds/1/records/17")["record"] == 17
         assert server.get("/api/figures")[0].keys() == {"title", "about", "figure"}
         pivot = server.get("/api/runs/0/rounds/1/pivot?by=action&by=keep")
@@ -97,6 +99,36 @@ class TestRoutes:
         monkeypatch.setattr("whence.page.server.build_round", lambda run, number: 1 / 0)
         assert live.status("/api/runs/0/rounds/1") == 503
         assert live.status("/api/page") == 200
+
+    def test_libraries_have_addresses_of_their_own(self, server):
+        page = server.request("/")[1].decode()
+        for name in LIBRARIES:
+            response, body = server.request(f"/assets/{name}.js")
+            assert response.getheader("content-type").startswith("text/javascript")
+            assert body.decode() == read_library(name)
+            assert f'data-address="/assets/{name}.js"' in page
+        assert len(page) < 400_000
+
+    def test_a_later_search_of_all_rounds_ends_the_one_before(self, path, monkeypatch):
+        run = run_of(path / "searched twice", rounds=(1, 2))
+        live, waits, refusals = Server([run]), threading.Event(), []
+        flagged, first = ExploredRun.flagged, threading.Event()
+
+        def wait(run, number, **settings):
+            if not first.is_set():
+                first.set()
+                waits.wait(20)
+            return flagged(run, number, **settings)
+
+        monkeypatch.setattr(ExploredRun, "flagged", wait)
+        thread = threading.Thread(target=lambda: refusals.append(live.request("/api/runs/0/records?search=1")))
+        thread.start()
+        assert first.wait(20)
+        assert live.get("/api/runs/0/records?search=too+low")["last_row"] == 30
+        waits.set()
+        thread.join(20)
+        ((response, body),) = refusals
+        assert (response.status, json.loads(body)) == (400, {"error": "Another search began before this one ended."})
 
     def test_frames_do_not_wait_for_rollouts(self, server):
         address = "/api/runs/0/rounds/1/records/3"
@@ -243,6 +275,37 @@ class TestRefusals:
         assert (row["record_id"], row["flag"]) == (17, f"⚑ {HOSTILE}")
         assert server.status(address, "PUT", body=b'{"note": null}', **server.page_headers) == 200
         assert RunDirectory.open(path / "lake").flags().is_empty()
+
+    def test_what_a_search_finds_is_flagged_at_once(self, path):
+        run = run_of(path / "searched", rounds=(1, 2))
+        server = Server([run])
+        write_flag(run.directory.path, 2, 21, "mine")
+
+        def flags():
+            return {(number, record): note for number, record, note in run.directory.flags().rows()}
+
+        def write(address, note):
+            response, body = server.request(
+                address, "PUT", body=json.dumps({"note": note}).encode(), **server.page_headers
+            )
+            return json.loads(body)["records"] if response.status == 200 else response.status
+
+        in_run, in_round = "/api/runs/0/flags?filter=step:1&where=action%3D1", "/api/runs/0/rounds/1/flags?search=too"
+        # Records 1, 21 and 41 of both rounds; one of them has a note, which stays.
+        found = {(number, record) for number in (1, 2) for record in (1, 21, 41)}
+        assert write(in_run, "odd") == 5
+        assert flags() == {place: "mine" if place == (2, 21) else "odd" for place in found}
+        assert server.get("/api/runs/0/records?filter=step:1&where=action%3D1&only=flagged")["last_row"] == 6
+        dropped = {(1, record) for record in table_of().filter(~pl.col("keep"))["record_id"]}
+        assert write(in_round, "") == len(dropped - found)
+        assert flags().keys() == dropped | found
+        assert write(f"{in_run}&only=flagged", None) == 6
+        assert flags().keys() == dropped - found
+        assert write("/api/runs/0/flags?where=nope", "x") == 400
+        assert write("/api/runs/0/rounds/9/flags?search=x", "x") == 404
+        assert server.status(in_run, "PUT", body=b'{"note": "x"}') == 403
+        assert server.status(in_run, "PUT", body=b'{"note": 1}', **server.page_headers) == 400
+        assert flags().keys() == dropped - found
 
     @pytest.mark.parametrize(
         "headers",

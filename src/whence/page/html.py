@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -45,8 +46,8 @@ from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment
 from whence.stored.agents import AnyEnv
 
-PACKED = {"plotly": "vendor/plotly/plotly-basic.min.js", "tabulator": "vendor/tabulator/tabulator.min.js"}
-"""Libraries that a page holds compressed, in page/assets."""
+LIBRARIES = {"plotly": "vendor/plotly/plotly-basic.min.js", "tabulator": "vendor/tabulator/tabulator.min.js"}
+"""Libraries in page/assets that a file holds compressed, and a server has at addresses."""
 
 SCRIPTS = (
     *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "responses.js"),
@@ -150,10 +151,9 @@ def render_runs(
 
 
 def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
-    """Return the page's figures with titles and explanations, as Plotly's JSON."""
+    """Return the served page's figures with titles and explanations, as Plotly's JSON."""
     directories = _name_runs(runs)
-    colours = _choose_colours(directories)
-    drawings = attempt(lambda: draw_figures(read_tables(directories), colours), [], "Figures", [])
+    drawings = draw_figures(read_tables(directories), _choose_colours(directories))
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
 
 
@@ -204,7 +204,9 @@ def render(
     page = describe_runs(explored, rounds)
     embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
     seeds = len({seed for _, seed in runs})
-    figures = attempt(lambda: draw_figures(read_tables(runs), colours, seeds), notes, "Figures cannot be drawn", [])
+    # A served page asks for its figures once its first round is shown.
+    draw = partial(draw_figures, colours=colours, seeds=seeds)
+    figures = [] if rounds is None else attempt(lambda: draw(read_tables(runs)), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
     answers = read_answers([run for run in explored if run.is_language], notes)
     content |= {
@@ -282,15 +284,21 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
     return content
 
 
+@cache
 def load_template() -> jinja2.Template:
-    """Return the page's template, with the libraries that it holds compressed."""
+    """Return the page's template, with what it calls for the libraries."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {
         "unpack_js": Markup(_read_file("unpack.js")),
-        "packed": {name: compress_text(_read_file(file)) for name, file in PACKED.items()},
-        "licences": {name: _read_file(f"vendor/{name}/LICENSE") for name in PACKED},
+        "pack_library": lambda name: compress_text(read_library(name)),
+        "read_licence": lambda name: _read_file(f"vendor/{name}/LICENSE"),
     }
     return environment.from_string(_read_file("template.html"))
+
+
+def read_library(name: str) -> str:
+    """Return the script of a library, by its name in `LIBRARIES`."""
+    return _read_file(LIBRARIES[name])
 
 
 def _read_file(name: str) -> str:

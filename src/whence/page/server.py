@@ -28,6 +28,7 @@ from whence.page.content import (
     CONTINUATIONS,
     SCORED,
     ExploredRun,
+    Search,
     attempt,
     build_causes,
     build_detail,
@@ -35,11 +36,12 @@ from whence.page.content import (
     build_round,
     choose_round,
     describe_runs,
+    find_records,
     query_records,
 )
-from whence.page.html import list_figures, render_runs
+from whence.page.html import LIBRARIES, list_figures, read_library, render_runs
 from whence.page.questions import Questions, gather_findings, measure
-from whence.runs import write_flag
+from whence.runs import write_flag, write_flags
 
 HOST = "127.0.0.1"
 """The page is served to this machine only: it has no password."""
@@ -223,12 +225,25 @@ def make_app(
             body += part
             if len(body) > LARGEST_BODY:
                 return JSONResponse({"error": f"A note has up to {LONGEST_TEXT} characters."}, 413)
-        return await run_in_threadpool(respond, partial(_flag_record, bytes(body)), request)
+        return await run_in_threadpool(respond, partial(_flag_records, bytes(body)), request)
+
+    searches: list[QueryParams] = []
+
+    def search_rounds(run: ExploredRun, query: QueryParams) -> dict[str, Any]:
+        """Search all rounds, until a later search is asked for."""
+        searches[:] = [query]
+
+        def check() -> None:
+            if searches[0] is not query:
+                raise WhenceError("Another search began before this one ended.")
+
+        return _query(run, None, query, check=check)
 
     of_run, of_round = "/api/runs/{run:int}", "/api/runs/{run:int}/rounds/{round:int}"
     of_record = f"{of_round}/records/{{record:int}}"
     routes = [
         Route("/", show_page),
+        *(Route(f"/assets/{name}.js", partial(_show_library, name)) for name in LIBRARIES),
         route("/api/page", lambda query: describe_runs(runs)),
         route("/api/figures", lambda query: list_figures(runs)),
         route(
@@ -236,8 +251,11 @@ def make_app(
             lambda run, query: findings.ask(gather_findings, run, max(run.directory.rounds(), default=0), 0, None),
         ),
         route(f"{of_run}/flags", lambda run, query: {"flags": run.list_flags()}),
+        Route(f"{of_run}/flags", write_note, methods=["PUT"]),
+        route(f"{of_run}/records", search_rounds),
         route(of_round, lambda run, number, query: build_round(run, number)),
         route(f"{of_round}/pivot", lambda run, number, query: build_pivot(run, number, query.getlist("by"))),
+        Route(f"{of_round}/flags", write_note, methods=["PUT"]),
         route(f"{of_round}/records", _query),
         route(of_record, answer_detail),
         route(f"{of_record}/advantage", answer_advantage),
@@ -248,34 +266,53 @@ def make_app(
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_guard), hosts])
 
 
-def _query(run: ExploredRun, number: int, query: QueryParams) -> dict[str, Any]:
-    """Return the records that a query of the grid asks for."""
+def _show_library(name: str, request: Request) -> Response:
+    return Response(read_library(name), media_type="text/javascript")
+
+
+def _query(
+    run: ExploredRun, number: int | None, query: QueryParams, check: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Return the records that a query of the grid asks for, of a round or of all."""
+    page, size = (_parse_number(query.get(name, usual)) for name, usual in (("page", "1"), ("size", "50")))
+    return query_records(run, number, _read_search(query), page=page, size=size, check=check)
+
+
+def _read_search(query: QueryParams) -> Search:
     pairs = {name: [text.partition(":") for text in query.getlist(name) if text] for name in ("filter", "group")}
-    return query_records(
-        run,
-        number,
-        page=_parse_number(query.get("page", "1")),
-        size=_parse_number(query.get("size", "50")),
+    return Search(
         sort=query.get("sort") or None,
         descending=query.get("dir") == "desc",
         search=query.get("search", "")[:LONGEST_TEXT],
         filters=[(unquote(key), text[:LONGEST_TEXT]) for key, _, text in pairs["filter"]],
+        where=query.get("where", "")[:LONGEST_TEXT],
         groups=[(unquote(key), unquote(name)) for key, _, name in pairs["group"]],
         only=query.getlist("only"),
         ids=[_parse_number(record) for record in query.get("ids", "").split(",") if record],
     )
 
 
-def _flag_record(body: bytes, run: ExploredRun, number: int, record: int, query: QueryParams) -> dict[str, Any]:
-    """Write the note of a request's body as a record's flag."""
+def _flag_records(body: bytes, run: ExploredRun, *place: Any) -> dict[str, Any]:
+    """Write the note of a request's body as the flag of a record, or of all that a query of a round or the run finds.
+
+    Of several, those that are flagged keep their notes, unless the flags are taken away.
+    """
+    *numbers, query = place
+    number, record = [*numbers, None, None][:2]
     try:
         note = json.loads(body)["note"]
     except (KeyError, TypeError, ValueError):
         raise WhenceError('JSON is needed, such as {"note": "text"}; null takes the flag away.') from None
     if note is not None and not (isinstance(note, str) and len(note) <= LONGEST_TEXT):
         raise WhenceError(f"A note is a text of up to {LONGEST_TEXT} characters, or null.")
-    write_flag(run.directory.path, number, record, note)
-    return {"flag": note}
+    if record is not None:
+        write_flag(run.directory.path, number, record, note)
+        return {"flag": note}
+    search = _read_search(query)
+    search = search._replace(only=[*search.only, "flagged" if note is None else "unflagged"])
+    records, _, _ = find_records(run, number, search)
+    write_flags(run.directory.path, records, note)
+    return {"flag": note, "records": len(records)}
 
 
 def _parse_number(text: str) -> int:

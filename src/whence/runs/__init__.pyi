@@ -28,6 +28,7 @@ from .files import read_digests as read_digests
 from .files import read_tensor_file as read_tensor_file
 from .files import read_vocabulary as read_vocabulary
 from .files import write_flag as write_flag
+from .files import write_flags as write_flags
 from .files import write_tensor_file as write_tensor_file
 from .files import write_vocabulary as write_vocabulary
 from .locks import LOCK as LOCK

@@ -294,16 +294,21 @@ def read_flags(run: str | Path) -> pl.DataFrame:
 
 
 def write_flag(run: str | Path, number: int, record: int, note: str | None) -> None:
-    """Flag a record of a round, in place of its flag if it has one; the note None takes the flag away.
+    """Flag a record of a round, in place of its flag if it has one; the note None takes the flag away."""
+    write_flags(run, pl.DataFrame({"round": [number], "record_id": [record]}), note)
+
+
+def write_flags(run: str | Path, records: pl.DataFrame, note: str | None) -> None:
+    """Flag records, `round` and `record_id` of each, in place of their flags; the note None takes the flags away.
 
     Raises:
         RunDirectoryError: the directory cannot be written, or its flags cannot be read.
     """
     with _WRITING:
         flags = read_flags(run)
-        others = flags.filter((pl.col("round") != number) | (pl.col("record_id") != record))
-        added = pl.DataFrame([] if note is None else [(number, record, note)], schema=flags.schema, orient="row")
-        rows = pl.concat([others, added]).sort("round", "record_id")
+        added = records.select(pl.col("round", "record_id").cast(pl.Int64), note=pl.lit(note, pl.String))
+        others = flags.join(added, on=["round", "record_id"], how="anti")
+        rows = pl.concat([others, added.drop_nulls("note")]).sort("round", "record_id")
         RowTable(Path(run) / f"{FLAGS}.parquet").replace(rows)
 
 

@@ -148,8 +148,8 @@ def _join_folds(records: pl.DataFrame) -> NDArray[np.int64]:
     count = len(records["score_folds"][0])
     cluster = np.arange(count)
     if keys:
-        shared = records.group_by(keys).agg(pl.col("fold").unique())["fold"].to_list()
-        for folds in shared:
+        shared = records.group_by(keys).agg(pl.col("fold").unique())["fold"]
+        for folds in shared.filter(shared.list.len() > 1).to_list():  # nearly all episodes are in one
             cluster[np.isin(cluster, cluster[folds])] = cluster[folds[0]]
     numbers: NDArray[np.int64] = np.unique(cluster, return_inverse=True)[1]
     return numbers

@@ -18,9 +18,13 @@
   const columns = [makeColumn(0), makeColumn(1)];
   at("explorer-columns").append(...columns.map(({ node }) => node));
   const grid = Whence.makeGrid({
-    holder: at("grid"), search: at("grid-search"), note: at("grid-note"), pages: at("grid-pages"),
-    differs: at("grid-differs"), flagged: at("grid-flagged"), all: at("grid-all"),
-    onOpen: (record, from) => openMoment(0, record, from),
+    holder: at("grid"), search: at("grid-search"), note: at("grid-note"), pages: at("grid-pages"), scope: at("grid-scope"),
+    differs: at("grid-differs"), flagged: at("grid-flagged"), all: at("grid-all"), where: at("grid-where"), flagging: at("grid-flagging"),
+    // Where all rounds are searched, a record's round is shown first.
+    onOpen: async (record, from, round = chosen.round) => {
+      if (round !== chosen.round) await choose({ round, otherRound: null });
+      if (shown.round === round) openMoment(0, record, from);
+    },
   });
 
   // A column: its strip, its worst and best moments, how far to trust the round.
@@ -310,8 +314,9 @@
   function choose(changes) {
     chosen = { ...chosen, ...changes, record: null, finding: null };
     for (const item of at("findings-list").children) item.classList.remove("named");
-    show();
+    const showing = show();
     writeLink();
+    return showing;
   }
 
   function turnTo(place) {
@@ -369,13 +374,17 @@
         chosen = { ...chosen, round: run().rounds.at(-1), otherRound: null };
         show();
       } else showControls();
-      if (isNew) window.updateFigures?.(await source.fetchJson("/api/figures"));
+      if (isNew) window.updateFigures(await source.fetchJson("/api/figures"));
     } catch (error) {
       status.textContent = error.gone ? "The server does not answer. Trying again …" : error.message;
       status.dataset.gone = "yes";
       wait = 2 * POLL;
     }
     if (page.runs.some(({ finished }) => !finished)) setTimeout(poll, wait);
+  }
+
+  if (source.served) {
+    document.addEventListener("explorer-shown", () => source.fetchJson("/api/figures").then(window.updateFigures, ({ message }) => { at("figures").textContent = message; }), { once: true });
   }
 
   listRuns();

@@ -44,7 +44,7 @@
   }
 
   // Only figures near the window are drawn, one after another with a pause for the reader; the last call prevails.
-  const holders = figures.map((_, number) => document.getElementById(`figure-${number}`));
+  const holders = [...document.querySelectorAll("#figures .figure")];
   const near = new Set(), late = new Set(figures.keys());
   let drawing = false;
   async function draw() {
@@ -54,7 +54,7 @@
       await Packed.load("plotly-source");
     } catch (error) {
       for (const holder of holders) holder.textContent = error.message;
-      return;
+      return void (drawing = false);
     }
     for (let number; (number = [...near].find((one) => late.has(one))) !== undefined; ) {
       late.delete(number);
@@ -87,11 +87,22 @@
   else watch();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
-  // Called with the figures of a run that goes on; figures that are new wait until the page is loaded again.
+  function addHolder(title, about) {
+    const [section, heading, text, holder] = ["section", "h2", "p", "div"].map((tag) => document.createElement(tag));
+    [heading.textContent, text.textContent] = [title, about];
+    Object.assign(holder, { id: `figure-${holders.length}`, className: "figure", role: "img", ariaLabel: title });
+    section.append(heading, text, holder);
+    document.getElementById("figures").append(section);
+    document.getElementById("figures-link").hidden = false;
+    watcher.observe(holder);
+    return holders.push(holder) - 1;
+  }
+
+  // Called with the figures of a served run, and again when it has other rounds.
   window.updateFigures = (news) => {
-    for (const { title, figure } of news) {
+    for (const { title, about, figure } of news) {
       const number = holders.findIndex((holder) => holder.getAttribute("aria-label") === title);
-      if (number >= 0) figures[number] = figure;
+      figures[number >= 0 ? number : addHolder(title, about)] = figure;
     }
     drawAll();
   };

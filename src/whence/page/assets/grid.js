@@ -2,10 +2,15 @@
 Whence.makeGrid = (parts) => {
   "use strict";
 
-  const { holder, search, note, pages, differs, flagged, all, onOpen } = parts;
-  const { element, isNumber, language, number, signed, id } = Whence;
+  const { holder, search, where, scope, note, pages, differs, flagged, flagging, all, onOpen } = parts;
+  const { element, isNumber, language, number, signed, id, source } = Whence;
   const SIZE = 25;
-  let table = null, built = false, shown = "", actions = null, picked = {}, named = new Set(); // {groups: [[column, name]], ids, words}
+  const ROUND = { key: "round", name: "round", about: "", kind: "number" }; // a column where all rounds are searched
+  const [flagNote, flagAll] = flagging.children;
+  // A table is built when its first rows are there; what is looked for meanwhile comes late.
+  let table = null, built = false, late = false, shown = "", actions = null, picked = {}, named = new Set(); // {groups: [[column, name]], ids, words}
+  let current = []; // what is shown: run, its index, round, named records
+  let asked = "", news = ""; // the last query; what was flagged by it
 
   function text(value, column) {
     if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
@@ -21,7 +26,7 @@ Whence.makeGrid = (parts) => {
       const value = cell.getValue();
       const words = text(value, column);
       if (column.key === "record_id") {
-        return element("button", { type: "button", class: "link", "aria-label": `Open ${Whence.one} ${words}`, onclick: (event) => { event.stopPropagation(); onOpen(value, event.currentTarget); } }, words);
+        return element("button", { type: "button", class: "link", "aria-label": `Open ${Whence.one} ${words}`, onclick: (event) => { event.stopPropagation(); onOpen(value, event.currentTarget, cell.getData().round); } }, words);
       }
       const node = element("span", words.length > 60 ? { title: words } : {}, words.length > 60 ? `${words.slice(0, 59)}…` : words);
       if (column.kind === "score" && isNumber(value)) {
@@ -53,8 +58,8 @@ Whence.makeGrid = (parts) => {
   const isEarly = ({ key }) => (language ? key === "reward" || key.startsWith("reward.") : key === "env_index" && Whence.several);
   const order = ([first, ...others]) => (narrow ? [first, ...others.filter(isEarly), ...others.filter((one) => !isEarly(one))] : [first, ...others]);
 
-  function columnsOf(run, scale) {
-    return order(run.columns).map((column) => {
+  function columnsOf(columns, scale) {
+    return order(columns).map((column) => {
       const numeric = !["text", "reason", "keep"].includes(column.kind);
       return {
         field: column.key,
@@ -79,54 +84,72 @@ Whence.makeGrid = (parts) => {
     });
   }
 
-  function tell(rows, count) {
-    const words = picked.words ? `${picked.words}: ` : "";
-    const held = Whence.source.served ? count : table?.getData().length ?? 0;
-    const place = `${Whence.one}s of round ${number(Number(shown.split("/")[1]))}`;
+  function tell(rows, count, left = []) {
+    const words = news + (picked.words ? `${picked.words}: ` : "");
+    const held = source.served ? count : table?.getData().length ?? 0;
+    const [run, , round] = current;
+    const place = `${Whence.one}s of ${scope.value ? `${number(run.rounds.length)} rounds` : `round ${number(round.round)}`}`;
     note.textContent = held === count ? `${words}${number(rows)} of the ${number(count)} ${place}.`
       : `${words}${number(rows)} of the ${number(held)} ${place} that this file holds, of ${number(count)}: those of findings, flags and the listed ${language ? "responses" : "moments"} first. whence view shows all.`;
+    if (left.length) note.textContent += ` Rounds that lack what is searched, such as stored scores, are left out: ${number(left.length)}.`;
     if (picked.words) note.textContent += " Another round shows all again.";
+    news = "";
+    flagging.hidden = !source.served || !rows || rows === count;
+    flagNote.hidden = flagged.checked;
+    flagAll.textContent = flagged.checked ? `Remove these ${number(rows)} flags` : `⚑ Flag these ${number(rows)} ${Whence.one}s`;
   }
 
   function show(run, runIndex, round, marked) {
-    const key = `${runIndex}/${round.round}`;
+    const key = `${runIndex}/${scope.value || round.round}`;
     named = marked;
+    current = [run, runIndex, round, marked];
     if (shown === key) return void (built && table.redraw(true));
     // What the reader filters and sorts by stays from round to round; groups and ids are of one round.
     const isSameRun = shown.startsWith(`${runIndex}/`);
-    const [filters, sorters] = isSameRun && built ? [table.getHeaderFilters(), table.getSorters()] : [[], []];
+    const isSameScope = shown.endsWith("/all") === Boolean(scope.value);
+    const [filters, sorters] = isSameRun && built ? [table.getHeaderFilters(), isSameScope ? table.getSorters() : []] : [[], []];
     shown = key;
     actions = run.actions;
     table?.destroy();
-    built = false;
+    built = late = false;
     pages.replaceChildren();
     if (!isSameRun) {
-      search.value = "";
+      search.value = where.value = "";
       differs.checked = flagged.checked = false;
     }
     differs.parentElement.hidden = !run.columns.some(({ key: name }) => name === "error");
     pick({}, false);
-    const columns = columnsOf(run, Whence.colourScale(round.strip.scores));
+    const columns = columnsOf(scope.value ? [ROUND, ...run.columns] : run.columns, Whence.colourScale(round.strip.scores));
     const scored = run.columns.some(({ kind, key: name }) => kind === "score" && name) && round.scored;
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
       columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
-      placeholder: `No ${Whence.one} fits.`, initialHeaderFilter: filters.map(({ field, value }) => ({ field, value })),
-      initialSort: sorters.length ? sorters.map(({ field, dir }) => ({ column: field, dir })) : scored && first ? [{ column: first, dir: "asc" }] : [],
+      placeholder: `No ${Whence.one} fits.`, initialHeaderFilter: filters.flatMap(({ field, value }) => (field !== ROUND.key || scope.value ? { field, value } : [])),
+      initialSort: sorters.length ? sorters.map(({ field, dir }) => ({ column: field, dir })) : scored && first && !scope.value ? [{ column: first, dir: "asc" }] : [],
       rowFormatter: (row) => row.getElement().classList.toggle("named", named.has(row.getData().record_id)),
       columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,
-      ...(Whence.source.served ? remote(runIndex, round) : { data: round.rows ?? [] }),
+      ...(source.served ? remote(runIndex, round, key) : scope.value ? embedded(runIndex) : { data: round.rows ?? [] }),
     };
     table = new Tabulator(holder, options);
     const mine = table;
-    mine.on("rowClick", (_event, row) => onOpen(row.getData().record_id, row.getElement().querySelector("button")));
+    mine.on("rowClick", (_event, row) => onOpen(row.getData().record_id, row.getElement().querySelector("button"), row.getData().round));
     mine.on("tableBuilt", amend);
     mine.on("tableBuilt", () => {
       built = true;
-      if (picked.words || !Whence.source.served) filter();
+      if (late || picked.words || !source.served) filter();
     });
-    if (!Whence.source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) tell(rows.length, round.records); });
+    if (!source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) tell(rows.length, scope.value ? records : round.records); });
   }
+
+  let records = 0; // of all rounds that a file holds
+  const embedded = (runIndex) => ({
+    ajaxURL: "#", dataLoader: false,
+    ajaxRequestFunc: async () => {
+      const all = await source.loadRows(runIndex);
+      records = all.records;
+      return all.rows;
+    },
+  });
 
   // Tabulator listens to keys only, makes a box focusable whose buttons already are, and lets the page name the grid.
   function amend() {
@@ -146,27 +169,29 @@ Whence.makeGrid = (parts) => {
     }
   }
 
-  function remote(runIndex, round) {
+  function remote(runIndex, round, key) {
     return {
       ajaxURL: "/api/", sortMode: "remote", filterMode: "remote", paginationMode: "remote", dataLoader: false,
       ajaxRequestFunc: async (_address, _config, params) => {
         const query = new URLSearchParams({ page: params.page ?? 1, size: params.size ?? SIZE });
         const [sort] = params.sort ?? [];
         if (sort) { query.set("sort", sort.field); query.set("dir", sort.dir); }
-        if (search.value.trim()) query.set("search", search.value.trim());
+        for (const [name, { value }] of Object.entries({ search, where })) if (value.trim()) query.set(name, value.trim());
         for (const { field, value } of params.filter ?? []) query.append("filter", `${encodeURIComponent(field)}:${value}`);
         for (const group of picked.groups ?? []) query.append("group", group.map(encodeURIComponent).join(":"));
         if (picked.ids) query.set("ids", picked.ids.join(","));
         if (differs.checked) query.append("only", "differs");
         if (flagged.checked) query.append("only", "flagged");
+        asked = query.toString();
         try {
-          const page = await Whence.source.fetchJson(`/api/runs/${runIndex}/rounds/${round.round}/records?${query}`);
+          const page = await source.loadRecords(runIndex, scope.value ? null : round.round, asked);
           // A table that is gone takes no answer.
-          if (shown !== `${runIndex}/${round.round}`) return await new Promise(() => {});
-          tell(page.last_row, round.records);
+          if (shown !== key) return await new Promise(() => {});
+          tell(page.last_row, page.records, page.left_out);
           return page;
         } catch (error) {
           note.textContent = error.message;
+          flagging.hidden = true;
           return { data: [], last_page: 1, last_row: 0 };
         }
       },
@@ -178,23 +203,37 @@ Whence.makeGrid = (parts) => {
     clearTimeout(timer);
     timer = setTimeout(filter, 200);
   });
-  for (const box of [differs, flagged]) box.addEventListener("change", filter);
+  for (const box of [differs, flagged, where]) box.addEventListener("change", filter);
+  scope.addEventListener("change", () => show(...current));
   all.addEventListener("click", () => pick({}));
 
   function filter() {
-    if (!built) return; // it is done then
-    if (Whence.source.served) return void table.setPage(1);
+    if (!built) return void (late = true);
+    if (source.served) return void table.setPage(1);
     const wanted = search.value.trim().toLowerCase();
-    const { columns } = Whence.source.page.runs[Number(shown.split("/")[0])];
+    const [{ columns }] = current;
     table.setFilter((row) => (!differs.checked || row.differs) && (!flagged.checked || row.flag) && (!picked.ids || picked.ids.includes(row.record_id))
       && (picked.groups ?? []).every(([column, name]) => row.groups?.[column] === name)
       && (!wanted || columns.some((column) => text(row[column.key], column).toLowerCase().includes(wanted))));
   }
 
+  // Flags what the grid shows, or takes its flags away; the server searches again by the same query.
+  flagAll.addEventListener("click", async () => {
+    const [, runIndex, round] = current;
+    flagAll.disabled = true;
+    try {
+      const written = await source.saveFlags(runIndex, scope.value ? null : round.round, asked, flagged.checked ? null : flagNote.value.trim());
+      news = `${number(written.records)} flags ${flagged.checked ? "removed" : "set"}. `;
+    } catch (error) {
+      news = `Not saved: ${error.message} `;
+    }
+    flagAll.disabled = false;
+    refresh();
+  });
+
   // Flags of all rounds with their notes, a line of JSON each.
   async function exportFlags() {
-    const run = Number(shown.split("/")[0]);
-    const { flags } = await Whence.source.loadFlags(run).catch((error) => { note.textContent = error.message; return {}; });
+    const { flags } = await source.loadFlags(current[1]).catch((error) => { note.textContent = error.message; return {}; });
     if (!flags?.length) return void (note.textContent = flags ? `Nothing is flagged in this run. Open a ${Whence.one} to flag it.` : note.textContent);
     const file = new Blob(flags.map((flag) => `${JSON.stringify(flag)}\n`), { type: "application/jsonl" });
     const link = element("a", { href: URL.createObjectURL(file), download: "flags.jsonl" });
@@ -206,10 +245,16 @@ Whence.makeGrid = (parts) => {
 
   // Shows the records of some groups, or those of some ids; {} shows all.
   function pick(wanted, anew = true) {
+    if (wanted.words && scope.value) {
+      scope.value = "";
+      show(...current);
+    }
     picked = wanted;
     all.hidden = !picked.words;
     if (anew) filter();
   }
 
-  return { show, pick, refresh: () => { if (Whence.source.served) table?.setPage(table.getPage()); }, redraw: () => table?.redraw(true) };
+  const refresh = () => { if (source.served) table?.setPage(table.getPage()); };
+
+  return { show, pick, refresh, redraw: () => table?.redraw(true) };
 };

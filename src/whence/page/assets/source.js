@@ -67,14 +67,25 @@ Whence.source = (() => {
     return { rows: columns, columns: rows, cells: cells.map(([row, column, ...rest]) => [column, row, ...rest]) };
   }
 
+  const place = (run, round) => `/api/runs/${run}${round === null ? "" : `/rounds/${round}`}`;
+
+  // Served pages only: a page of the records that a query finds in a round, or in all where it is null.
+  const loadRecords = (run, round, query) => fetchJson(`${place(run, round)}/records?${query}`);
+
+  // Files only: the rows of all rounds that are here, and how many records these rounds have.
+  async function loadRows(run) {
+    const rounds = (await Promise.all(page.runs[run].rounds.map((round) => decode(run, round)))).map((content) => content.round);
+    return { rows: rounds.flatMap(({ round, rows }) => rows.map((row) => ({ ...row, round }))), records: rounds.reduce((sum, { records }) => sum + records, 0) };
+  }
+
   const loadFlags = async (run) => (served ? fetchJson(`/api/runs/${run}/flags`) : page.runs[run]);
 
   const loadFindings = async (run) => (served ? fetchJson(`/api/runs/${run}/findings`) : page.runs[run]);
 
   // Served pages only: a note flags a record, null takes the flag away.
-  const saveFlag = (run, round, record, note) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/flag`, {
-    method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ note }),
-  });
+  const write = (address, note) => fetchJson(address, { method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ note }) });
+  const saveFlag = (run, round, record, note) => write(`${place(run, round)}/records/${record}/flag`, note);
+  const saveFlags = (run, round, query, note) => write(`${place(run, round)}/flags?${query}`, note);
 
   // Served pages only: rollouts may take many times as long as the frames, so they are asked for apart.
   const loadAdvantage = (run, round, record) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/advantage`);
@@ -84,5 +95,5 @@ Whence.source = (() => {
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 
-  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, loadFindings, loadFlags, saveFlag, canOpen, fetchJson };
+  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, loadFindings, loadFlags, loadRecords, loadRows, saveFlag, saveFlags, canOpen, fetchJson };
 })();

@@ -1,4 +1,4 @@
-// Unpacks what this page holds compressed: gzip in base64.
+// Unpacks what this page holds compressed, gzip in base64, and loads libraries: held by a file, or a server's.
 const Packed = (() => {
   "use strict";
 
@@ -15,11 +15,22 @@ const Packed = (() => {
   async function run(id) {
     const source = document.getElementById(id);
     const script = document.createElement("script");
-    script.textContent = await unpack(source.textContent).text();
-    source.replaceWith(script);
+    if (!source.dataset.address) {
+      script.textContent = await unpack(source.textContent).text();
+      return source.replaceWith(script);
+    }
+    await new Promise((resolve, reject) => {
+      script.onload = resolve;
+      script.onerror = () => reject(Object.assign(new Error("The server does not answer."), { gone: true }));
+      script.src = source.dataset.address;
+      source.after(script);
+    }).catch((error) => {
+      scripts.delete(id); // it is asked for again
+      throw error;
+    });
   }
 
-  // Libraries are large: the text of one becomes a script when it is first needed.
+  // Libraries are large: one is loaded when it is first needed.
   function load(id) {
     if (!scripts.has(id)) scripts.set(id, run(id));
     return scripts.get(id);

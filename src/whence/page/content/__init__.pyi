@@ -17,8 +17,10 @@ from .moment_view import choose_frames as choose_frames
 from .moment_view import format_number as format_number
 from .moment_view import name_target as name_target
 from .record_grid import EMBEDDED as EMBEDDED
+from .record_grid import Search as Search
 from .record_grid import build_pivot as build_pivot
 from .record_grid import choose_pairs as choose_pairs
+from .record_grid import find_records as find_records
 from .record_grid import query_records as query_records
 from .responses import list_groups as list_groups
 from .responses import read_answers as read_answers

@@ -1,5 +1,6 @@
 """What episodes earned, and how long they were, by the round in which they ended."""
 
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import polars as pl
 from whence.core import require_file
 from whence.page.content.explored_run import stamp_file
 from whence.runs import RunDirectory
+
+_READING = threading.Lock()
+"""Held while rounds are read: of two requests at once, the later one finds them read."""
 
 _COLUMNS = pl.Schema({"episode_id": pl.Int64, "step": pl.Int64, "reward": pl.Float64, "end": pl.String})
 
@@ -21,10 +25,9 @@ def read_metrics(run: RunDirectory) -> pl.DataFrame:
     metrics = run.table("metrics")
     if run.is_language or metrics.is_empty():
         return metrics
-    parts = []
-    for number in run.rounds():
-        path = run.round_path("records", number)
-        parts.append(_sum_episodes(path, stamp_file(path)).with_columns(round=pl.lit(number)))
+    paths = [(number, run.round_path("records", number)) for number in run.rounds()]
+    with _READING:
+        parts = [_sum_episodes(number, path, stamp_file(path)) for number, path in paths]
     if not parts:
         return metrics
     episodes = (
@@ -38,7 +41,7 @@ def read_metrics(run: RunDirectory) -> pl.DataFrame:
 
 
 @lru_cache(maxsize=20_000)
-def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
+def _sum_episodes(number: int, path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
     """Return a round's part of each episode: its rewards' sum, its steps, the first of them, and whether it ended.
 
     No rows of a file that is damaged, or lacks these columns. A page that is asked for news reads a round once.
@@ -55,5 +58,6 @@ def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
             length=pl.len(),
             first=pl.col("step").min(),
             ended=(pl.col("end").fill_null("") != "").any(),
+            round=pl.lit(number),
         )
     )

@@ -154,13 +154,17 @@ class ExploredRun:
         words = ["whence", command, shlex.quote(str(self.directory.path)), options, f"--env {env}" if env else ""]
         return " ".join(filter(None, words))
 
-    def flagged(self, number: int) -> pl.DataFrame:
-        """Return a round's records with a column `flag`: a mark and the note, if a reader flagged it."""
+    def flagged(self, number: int, *, scored: bool = True) -> pl.DataFrame:
+        """Return a round's records with a column `flag`: a mark and the note, if a reader flagged it.
+
+        Scores that were not stored are computed, unless it need not be `scored`.
+        """
         flags = self.directory.flags().filter(pl.col("round") == number)
         texts = flags.select(
             "record_id", flag=pl.when(pl.col("note") == "").then(pl.lit("⚑")).otherwise(pl.lit("⚑ ") + pl.col("note"))
         )
-        return self.round(number).table.join(texts, on="record_id", how="left", maintain_order="left")
+        records = self.round(number) if scored else self._read_round(number, scored=False)
+        return records.table.join(texts, on="record_id", how="left", maintain_order="left")
 
     def list_flags(self) -> list[dict[str, Any]]:
         """Return the flags of all rounds in JSON types: `run`, `round`, `record_id`, `note`, and what was flagged."""
@@ -262,12 +266,15 @@ class ExploredRun:
             RunDirectoryError: the round is not there.
         """
         self.directory.require_rounds([number])
+        return self._read_round(number, scored=True)
+
+    def _read_round(self, number: int, *, scored: bool) -> Round:
         notes: list[str] = []
         try:
             table = self.directory.round("records", number)
         except RunDirectoryError as broken:
             return Round(pl.DataFrame(schema={"record_id": pl.Int64}), [str(broken)])
-        if "score" not in table.columns:
+        if scored and "score" not in table.columns:
             table = self._add_scores(table, number, notes)
         with suppress(ValueError, KeyError, TypeError, WhenceError):  # a space that is not stored in this way
             table = show_taken_actions(self.directory, table)

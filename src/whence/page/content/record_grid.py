@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import polars as pl
 
+from whence.causes import select_where
 from whence.core import WhenceError
 from whence.page.content.explored_run import ExploredRun
 from whence.page.content.short_json import LONGEST, round_numbers
@@ -41,6 +42,8 @@ _ERROR = Column(
     "Error of the score, over folds of the target's episodes: two of them are a 95% interval",
     "error",
 )
+
+_ROUND = Column("round", "round", "Where all rounds are searched")
 
 STEPS = (
     Column("record_id", "record", "The step of training at which the record was collected"),
@@ -100,7 +103,8 @@ def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     infos = [Column(name, name[5:], f"From {source}") for name in names if name.startswith("info.")]
     columns = [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
     place = 1 + next((at for at, column in enumerate(columns) if column.key == "reward"), len(columns) - 2)
-    return [*columns[:place], *rewards, *columns[place:-1], *infos, *columns[-1:]]
+    rounds = [_ROUND] if "round" in parts else []
+    return [*rounds, *columns[:place], *rewards, *columns[place:-1], *infos, *columns[-1:]]
 
 
 def make_cells(
@@ -148,68 +152,133 @@ def _cut(text: pl.Expr, longest: int) -> pl.Expr:
     return pl.when(text.str.len_chars() > longest).then(shorter).otherwise(text)
 
 
-def query_records(
-    run: ExploredRun,
-    number: int,
-    *,
-    page: int = 1,
-    size: int = 50,
-    sort: str | None = None,
-    descending: bool = False,
-    search: str = "",
-    filters: Sequence[tuple[str, str]] = (),
-    groups: Sequence[tuple[str, str]] = (),
-    only: Collection[str] = (),
-    ids: Collection[int] = (),
-) -> dict[str, Any]:
-    """Return one page of a round's records, in JSON types.
+class Search(NamedTuple):
+    """Which records are looked for, and in which order.
 
-    Args:
-        run: the run.
-        number: the round.
-        page: counted from 1.
-        size: rows of a page.
-        sort: a column's key; None: the score, or the record id if there is none. Records without a value come last.
+    Attributes:
+        sort: a column's key; None: the round if there are several, else the score or the record id. Records without a
+            value come last.
         descending: whether the largest come first.
         search: text that one of the ids, actions, reasons, prompts or responses has to contain, in any case.
         filters: a column's key and a text for each. A text column has to contain it; a number takes >, >=, <, <= or =
             and a number; `keep` takes "kept" or "dropped".
-        groups: a column that records are grouped by, and the name of a group, for each.
-        only: "differs": records whose score differs from 0; "flagged": those that were flagged.
+        where: a condition in SQL, as `whence.causes.select_where` takes it.
+        groups: a column that records are grouped by, and the name of a group, for each; they are a round's.
+        only: "differs": records whose score differs from 0; "flagged", "unflagged": those that were flagged, or not.
         ids: only these records; none: all.
+    """
+
+    sort: str | None = None
+    descending: bool = False
+    search: str = ""
+    filters: Sequence[tuple[str, str]] = ()
+    where: str = ""
+    groups: Sequence[tuple[str, str]] = ()
+    only: Collection[str] = ()
+    ids: Collection[int] = ()
+
+
+def query_records(
+    run: ExploredRun,
+    number: int | None,
+    search: Search | None = None,
+    *,
+    page: int = 1,
+    size: int = 50,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Return one page of the records that are looked for, in JSON types.
+
+    Args:
+        run: the run.
+        number: the round; None: all, as `find_records` reads them.
+        search: what is looked for; None: all, in the usual order.
+        page: counted from 1.
+        size: rows of a page.
+        check: called before each round.
 
     Returns:
-        `last_page`, `last_row` and `data`, a list of records by the columns' keys.
+        `last_page`, `last_row` and `data`, a list of records by the columns' keys, of all rounds also by `round`;
+        `records`, the number of those that were searched, and `left_out`, the rounds that were not.
 
     Raises:
         RunDirectoryError: the round is not there or cannot be read.
-        WhenceError: a column is unknown, a filter has no meaning, or a number is out of range.
+        WhenceError: a column is unknown, a condition has no meaning, or a number is out of range.
     """
     if page < 1 or not 1 <= size <= LARGEST_PAGE:
         raise WhenceError(f"page is {page} and size {size}; a page from 1 and a size from 1 to {LARGEST_PAGE} needed.")
-    table, labels = run.flagged(number), run.labels
+    matching, records, left_out = find_records(run, number, search or Search(), check)
+    rows = dict[int, dict[str, Any]]()
+    for (each,), places in matching.with_row_index("place").slice((page - 1) * size, size).group_by("round"):
+        table = _read_records(run, each, are_all=number is None)
+        cells = make_cells(table, list_columns(table.columns, is_language=run.is_language), run.labels)
+        rows |= zip(places["place"], table[places["row"]].select(**cells).to_dicts(), strict=True)
+    return {
+        "last_page": max(1, math.ceil(len(matching) / size)),
+        "last_row": len(matching),
+        "data": [rows[place] for place in sorted(rows)],
+        "records": records,
+        "left_out": left_out,
+    }
+
+
+def find_records(
+    run: ExploredRun, number: int | None, search: Search, check: Callable[[], None] = lambda: None
+) -> tuple[pl.DataFrame, int, list[int]]:
+    """Return `round`, `row` and `record_id` of what is looked for, how many were searched, and the rounds left out.
+
+    Of all rounds, nothing is scored, and those that lack a column of the search are left out, unless all do.
+    """
+    parts, records, left_out = list[pl.DataFrame](), 0, list[int]()
+    rounds = run.directory.rounds() if number is None else [number]
+    for each in rounds:
+        check()
+        table = _read_records(run, each, are_all=number is None)
+        records += len(table)
+        try:
+            parts.append(_match(run, each, table, search))
+        except WhenceError:
+            left_out.append(each)
+            if len(left_out) == len(rounds):
+                raise
+    none = pl.DataFrame(schema={"row": pl.UInt32, "record_id": pl.Int64, "round": pl.Int64, "key": pl.Null})
+    matching = pl.concat([none, *parts], how="vertical_relaxed")
+    order = ["key", "round", "record_id"]
+    return matching.sort(order, descending=[search.descending, False, False], nulls_last=True), records, left_out
+
+
+def _read_records(run: ExploredRun, number: int, *, are_all: bool) -> pl.DataFrame:
+    if not are_all:
+        return run.flagged(number)
+    return run.flagged(number, scored=False).with_columns(round=pl.lit(number, pl.Int64))
+
+
+def _match(run: ExploredRun, number: int, table: pl.DataFrame, search: Search) -> pl.DataFrame:
+    """Return `round`, `row`, `record_id` and the `key` to sort by of the records of a round that are looked for."""
     columns = {column.key: column for column in list_columns(table.columns, is_language=run.is_language)}
-    cells = make_cells(table, columns.values(), labels)
-    key = sort or ("score" if "score" in cells else "record_id")
-    for name in (key, *(name for name, _ in filters)):
+    cells, labels = make_cells(table, columns.values(), run.labels), run.labels
+    key = search.sort or next(name for name in ("round", "score", "record_id") if name in cells)
+    for name in (key, *(name for name, _ in search.filters)):
         if name not in columns:
             raise WhenceError(f"These records have no column {name!r}. They have {', '.join(columns)}.")
-    conditions = [_make_condition(columns[name], cells[name], text.strip()) for name, text in filters]
-    conditions += [pl.lit(run.group(number, by) == name) for by, name in groups]
-    if "differs" in only and "differs" in table.columns:
+    conditions = [_make_condition(columns[name], cells[name], text.strip()) for name, text in search.filters]
+    conditions += [pl.lit(run.group(number, by) == name) for by, name in search.groups]
+    if search.where.strip():
+        conditions.append(pl.lit(select_where(table, search.where, run.state_names, "where")))
+    if "differs" in search.only and "differs" in table.columns:
         conditions.append(pl.col("differs"))
-    if "flagged" in only:
+    if "flagged" in search.only:
         conditions.append(pl.col("flag").is_not_null())
-    if ids:
-        conditions.append(pl.col("record_id").is_in(list(ids)))
-    if search.strip():
+    if "unflagged" in search.only:
+        conditions.append(pl.col("flag").is_null())
+    if search.ids:
+        conditions.append(pl.col("record_id").is_in(list(search.ids)))
+    if text := search.search.strip():
         searched = [cells[name] for name, column in columns.items() if _is_searched(column)]
-        conditions.append(pl.any_horizontal(_contains(cell, search.strip()) for cell in searched))
+        conditions.append(pl.any_horizontal(_contains(cell, text) for cell in searched))
     is_text = key not in table.columns or table.schema[key].is_nested() or (key == "action" and labels is not None)
-    order = cells[key] if is_text else pl.col(key)
-    matching = table.filter(*conditions).sort(order, "record_id", descending=[descending, False], nulls_last=True)
-    rows = matching.slice((page - 1) * size, size).select(**cells)
-    return {"last_page": max(1, math.ceil(len(matching) / size)), "last_row": len(matching), "data": rows.to_dicts()}
+    shown = {"round": pl.lit(number, pl.Int64), "key": cells[key] if is_text else pl.col(key)}
+    return table.with_row_index("row").filter(*conditions).select("row", "record_id", **shown)
 
 
 def _is_searched(column: Column) -> bool:

@@ -118,11 +118,11 @@ def _compare_settings(a: RunDirectory, b: RunDirectory) -> Iterator[Difference]:
     for name, (old, new) in (telling if telling or members else changes).items():
         if "wrappers" in name and isinstance(old, list) and isinstance(new, list):
             classes = [{part["class"] for part in each} for each in (old, new)]
-            only = [
+            lone = [
                 {name.rpartition(":")[2] for name in each}
                 for each in (classes[0] - classes[1], classes[1] - classes[0])
             ]
-            is_clear = only[0].isdisjoint(only[1])  # else modules tell them apart
+            is_clear = lone[0].isdisjoint(lone[1])  # else modules tell them apart
             chains = [{part["class"]: _show_part(part, is_clear) for part in each} for each in (old, new)]
             orders = [" < ".join(each.values()) for each in chains]
             for one, two in [*find_changes(*chains).values()] or [(orders[0], orders[1])]:

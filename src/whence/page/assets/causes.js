@@ -11,7 +11,7 @@ Whence.causes = (() => {
 
   // A part of the panel for an agent's record: a button in served pages, the command in files; else null.
   function make(detail, view) {
-    if (detail.response !== undefined && detail.response !== null) return null;
+    if (!view.commands.why || (detail.response !== undefined && detail.response !== null)) return null;
     const heading = element("h3", { hidden: Whence.source.served }, "What taught it this?");
     if (!Whence.source.served) {
       return element("section", {}, heading, element("p", { class: "note" }, "The command ", element("code", {}, view.commands.why.replace("{record}", detail.record)), " tells which moments of all rounds taught the policy this action."));

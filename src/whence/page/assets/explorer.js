@@ -35,7 +35,7 @@
     const notes = element("ul", { class: "notes" });
     const lists = element("div", { class: "ends" });
     const strip = Whence.makeStrip((record, from) => openMoment(place, record, from));
-    const about = element("div", { class: "strip-about" }, element("h3", {}, language ? "Scores of the round" : "Influence over time"));
+    const about = element("div", { class: "strip-about" }, element("h3"));
     const stripPart = element("div", { class: "strip-part" }, about, ...strip.nodes);
     const node = element("div", { class: "column", hidden: place > 0 }, heading, notes, answer, stripPart, lists, trust);
     let content = null;
@@ -49,6 +49,8 @@
       notes.replaceChildren(...(round.notes ?? []).map((text) => element("li", {}, text)));
       answer.replaceChildren(...tellWorst(round, page.runs[runIndex].actions));
       stripPart.hidden = !round.strip.record_ids.length;
+      about.firstChild.textContent = language ? "Scores of the round" : round.scored ? "Influence over time" : "Records over time";
+      if (at("about-scores")) at("about-scores").hidden = !round.scored;
       const { episodes, record_ids: ids } = round.strip;
       Whence.several = new Set(episodes.map(({ env }) => env)).size > 1;
       const named = place === 0 ? listNamed(round) : new Set();

@@ -182,6 +182,7 @@ Whence.makeStrip = (onOpen) => {
     show(round, marked) {
       [strip, named] = [round.strip, marked];
       scale = Whence.colourScale(strip.scores);
+      legend.hidden = !round.scored;
       order = new Map(strip.record_ids.map((record, place) => [record, place]));
       opened = -1;
       point(-1);

@@ -20,8 +20,9 @@ from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
 
 
 def name_commands(run: ExploredRun) -> dict[str, str | None]:
-    """Return the commands that an opened record names; None: the run does not say how to build its model again."""
-    can_explain = not run.is_language or bool(run.directory.experiment) or "rollouts" in run.directory.config
+    """Return the commands that an opened record names; None: no policy is known, or not how to build its model again."""
+    config = run.directory.config
+    can_explain = bool(run.directory.experiment) or config.get("rollouts" if run.is_language else "policy") is not None
     why = run.name_command("why", "--record {record}") if can_explain else None
     return {"view": run.name_command("view"), "why": why}
 

@@ -98,7 +98,7 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
     opens = {"round": numbers[-1], "why": "The first finding is about this round."}
     shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens, "findings": [finding]}
     shared |= {"looked": LOOKED}
-    every = [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)]
+    every = [{"label": f"iif, seed {seed}"} | shared | shown for seed in range(runs)]
     return {"mode": mode, "kind": kind, "runs": every}
 
 

@@ -26,6 +26,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
     hostile["runs"][0]["columns"] = [
         column | {"name": f"{column['name']}{HOSTILE}", "about": HOSTILE} for column in pages.COLUMNS
     ]
+    unscored, bare = make_page(rounds=1, commands={"view": "whence view RUN", "why": None}), make_round(1)
+    bare["round"] |= {"scored": False, "worst": [], "best": []}
+    bare["round"]["strip"] |= {"scores": [None] * EPISODES * LENGTH}
     language = make_page(rounds=2, kind="responses")
     flags = [{"round": 1, "record_id": 7, "note": HOSTILE}]
     vowels = {"key": "reward.vowels", "name": "vowels", "about": "", "kind": "number"}
@@ -35,6 +38,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         "one": (make_page(), one),
         "two": (make_page(runs=2), rounds),
         "hostile": (hostile, {"round-0-1": make_round(1, text=f"{HOSTILE} {TURNED}")}),
+        "unscored": (unscored, {"round-0-1": bare}),
         "language": (language, {f"round-0-{n}": make_language_round(n, text=HOSTILE) for n in (1, 2)}),
     }
     answers = {"answers_json": pages.embed(pages.make_answers(HOSTILE))}
@@ -412,6 +416,16 @@ class TestEveryone:
             page.locator(".pivot button").first.click()
             expect(page.locator("#grid-note")).to_contain_text(HOSTILE)
             assert page.locator("img[src=x]").count() == 0
+
+
+    def test_without_scores_none_are_spoken_of(self, browser, files):
+        with open_page(browser, files["unscored"]) as page:
+            expect(page.locator(".strip-part h3").first).to_have_text("Records over time")
+            expect(page.locator(".legend").first).to_be_hidden()
+            expect(page.locator("#about-scores")).to_be_hidden()
+            page.get_by_role("button", name="Open record").first.press("Enter")
+            expect(page.locator("#moment .story")).to_be_visible()
+            expect(page.locator("#moment")).not_to_contain_text("What taught it this?")
 
 
 class TestResponses:

@@ -29,7 +29,8 @@ from whence.lab.language.training import run
 from whence.llm import language_view
 from whence.runs import RunDirectory, write_flag
 from whence.selection import read_weights
-from whence.stored.language.rounds import _list_prompt_widths, list_policies, rebuild_round
+from whence.stored.language.policies import list_policies
+from whence.stored.language.rounds import _list_prompt_widths, rebuild_round
 from whence.stored.language.tasks import make_response_target
 
 pytestmark = pytest.mark.usefixtures("laboratory_cache")
@@ -127,7 +128,7 @@ class TestScores:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             policies = list_policies(directory)
             assert (policies.rounds, policies.missing) == ([1, 3], [2])
-            assert how in policies.settings
+            assert how in policies.remedy
             assert find_causes(directory, Examples(*QUESTION))["round"].unique().to_list() == [1, 3]
             assert find_causes(directory, Examples(*QUESTION), method="bm25")["round"].unique().to_list() == [1, 2, 3]
             with pytest.raises(RunDirectoryError, match=r"The policies of rounds 2 of .* were not kept") as refusal:
@@ -291,7 +292,7 @@ class TestQuestions:
     def test_a_run_of_a_script(self, tmp_path):
         make_trainer(tmp_path, NonPositive(), rounds=1).train()
         directory = RunDirectory.open(tmp_path)
-        with pytest.raises(WhenceError, match=r"is no run of `whence llm train`.*--by bm25"):
+        with pytest.raises(WhenceError, match=r"rounds 1 of .* were not kept.*--by bm25"):
             find_causes(directory, Examples("ab", "cc"))
         assert len(find_causes(directory, Examples("ab", "cc"), method="bm25")) == len(directory.round("records", 1))
 

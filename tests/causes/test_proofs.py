@@ -23,7 +23,7 @@ from whence.runs import write_flag
 from whence.sb3.rounds import replay_rounds
 from whence.stored.agents.rounds import leave_out, load_trainable_rounds
 from whence.stored.language.rounds import load_start_policy, make_stored_rows
-from whence.stored.language.tasks import load_trained_task
+from whence.stored.language.policies import load_trained_task
 
 pytestmark = [
     pytest.mark.usefixtures("laboratory_cache"),

@@ -23,7 +23,9 @@ from whence.stored.language import (
     Task,
     digest_sources,
     hide_progress_bars,
+    has_policy,
     list_policies,
+    knows_policies,
     load_function,
     load_start_policy,
     load_task,
@@ -130,8 +132,8 @@ def _read_rounds(
     run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, device: Any
 ) -> tuple[dict[int, RecordBatch], list[str]]:
     """Return the rows of each round to train on, and what is to be said of them."""
-    is_known = run.experiment and run.is_trusted  # else the rounds' policies are not built again
-    stored = list_policies(run).rounds if is_known and "ppo" in run.config else []
+    is_known = "ppo" in run.config and run.is_trusted  # else the rounds' policies are not built again
+    stored = list_policies(run).rounds if is_known else []
     rows = {
         number: rebuild_rows(run, number) if number in stored else make_stored_rows(table, tokenizer, device)
         for number, table in tables.items()
@@ -149,12 +151,12 @@ def _weigh(table: pl.DataFrame, number: int, left_out: pl.DataFrame) -> torch.Te
 
 def _load_end(run: RunDirectory, number: int) -> Any:
     """Return the policy that the run itself had after a round; None: it was not kept."""
-    if not (run.experiment and run.is_trusted):
+    if not (run.is_trusted and knows_policies(run)):
         return None
     if number == run.rounds()[-1]:
         trained = load_trained_task(run)
         return None if trained is None else trained[0].model
-    return load_start_policy(run, number + 1)[0] if number + 1 in list_policies(run).rounds else None
+    return load_start_policy(run, number + 1)[0] if has_policy(run, number + 1) else None
 
 
 def _measure_log_prob(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:

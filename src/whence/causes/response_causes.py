@@ -108,13 +108,13 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
     if method == BM25:
         return numbers
     policies = list_policies(run)
-    if rounds is None:
+    if rounds is None and policies.rounds:
         return policies.rounds
     if missing := [number for number in numbers if number in policies.missing]:
         raise RunDirectoryError(
-            f"The policies of rounds {', '.join(map(str, missing))} of {run.path} were not kept, so their records "
-            f"cannot be scored by method={method!r}. To keep all, train with --settings '{policies.settings}'; or take "
-            "method='bm25', or rounds=None."
+            f"The policies of rounds {', '.join(map(str, missing))} of {run.path} were not kept: they are not in "
+            f"{policies.folder}. So their records cannot be scored by method={method!r}. To keep all, train with "
+            f"{policies.remedy}; or take method='bm25' (--by bm25), or other rounds."
         )
     return numbers
 

@@ -199,7 +199,7 @@ def _gather_response_causes(
         if policies.missing:
             notes.append(
                 f"The policies of {len(policies.missing)} of {len(run.rounds())} rounds were not kept, so their "
-                f"records are not scored. To keep all, train with --settings '{policies.settings}'. Without policies: "
+                f"records are not scored. To keep all, train with {policies.remedy}. Without policies: "
                 "--by bm25."
             )
         if trained is None:

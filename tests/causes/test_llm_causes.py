@@ -348,7 +348,7 @@ class TestCommand:
         assert [row["record"] for row in content["raised"]] == best["record_id"].to_list()
         assert content["log_prob"] == pytest.approx(measure_trained(directory, Examples(*texts)))
         bare = invoke("why", directory.path, "--flagged")
-        assert "No response of" in str(bare.exception)
+        assert "is flagged. Flag some on its page" in str(bare.exception)
         flagged = best["round", "record_id"].rows()[:2]
         for number, record in flagged:
             write_flag(directory.path, number, record, "")

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import torch
 
+from whence.causes.ranking import KEYS
 from whence.causes.response_causes import Examples, read_examples
 from whence.causes.retraining import LanguageTraining, Retraining
 from whence.core import NonFinite, RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
@@ -22,10 +23,10 @@ from whence.stored.language import (
     LanguageConfig,
     Task,
     digest_sources,
-    hide_progress_bars,
     has_policy,
-    list_policies,
+    hide_progress_bars,
     knows_policies,
+    list_policies,
     load_function,
     load_start_policy,
     load_task,
@@ -42,7 +43,10 @@ SHORT = 32
 
 @contextmanager
 def open_language(
-    run: RunDirectory, tables: Mapping[int, pl.DataFrame], behaviour: Examples | None, training: LanguageTraining
+    run: RunDirectory,
+    tables: Mapping[int, pl.DataFrame],
+    behaviour: Examples | pl.DataFrame | None,
+    training: LanguageTraining,
 ) -> Iterator[Retraining]:
     """Open a language model's rounds to train again, the same way for the runs of every trainer; policies are models.
 
@@ -59,6 +63,8 @@ def open_language(
                 f"Round {number} of {run.path} lacks {missing[0]}, without which it cannot be trained on again. Keep "
                 "the trainer's rollout files, and make a run of them: whence llm score."
             )
+    behaviour = Examples(records=behaviour) if isinstance(behaviour, pl.DataFrame) else behaviour
+    stored = None if behaviour is None or behaviour.records is None else behaviour.records.select(KEYS).rows()
     recipe = read_recipe(run.config, training.learning_rate, training.epochs)
     with hide_progress_bars():
         policy, tokenizer = load_start_policy(run, min(tables), training.model)
@@ -111,6 +117,7 @@ def open_language(
                 "model": training.model,
                 "contents": _digest_sources(run, training),
                 "measured": "log-probability",
+                **({} if stored is None else {"records": stored}),
             },
             notes=[*notes, f"Trained by {recipe.text}."],
             make_rows=make_rows,

@@ -11,7 +11,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from whence.causes.ranking import KEYS, OnRound, Score, average_nearest, score_rounds
+from whence.causes.ranking import OnRound, Score, average_nearest, check_flagged, score_rounds
 from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.llm.base import language_view, read_tokens
 from whence.llm.scores import ValidationLoss, score
@@ -76,9 +76,7 @@ def find_response_causes(
     make_target, texts = read_examples(run, behaviour)
     by_gradients = partial(_score_round, run, make_target, method)
     score_round = _make_text_score(run, numbers, texts) if method == BM25 else by_gradients
-    causes = score_rounds(run, numbers, _COLUMNS, score_round, on_round)
-    # A stored response that is asked about would speak for itself.
-    return causes if (records := behaviour.records) is None else causes.join(records, on=KEYS, how="anti")
+    return score_rounds(run, numbers, _COLUMNS, score_round, on_round)
 
 
 def read_examples(
@@ -88,8 +86,7 @@ def read_examples(
     if (records := behaviour.records) is None:
         texts = [(join_messages(prompt), response) for prompt, response in behaviour.pairs]
         return partial(make_response_target, examples=behaviour.pairs), texts
-    if records.is_empty():
-        raise WhenceError(f"No response of {run.path} is flagged. Flag some on its page: whence view {run.path}.")
+    check_flagged(run, records)
     groups = records.group_by("round", maintain_order=True)
     parts = [run.round("records", number).join(group, on="record_id", how="semi") for (number,), group in groups]
     table = pl.concat(parts, how="diagonal_relaxed")

@@ -12,16 +12,29 @@ from helpers.language_runs import assert_refused, invoke
 from helpers.language_training import make_model, make_tokenizer
 from helpers.trl_training import Watch
 from whence import NonPositive, ScoreAll
-from whence.causes import Examples, find_causes
+from whence.causes import Examples, LanguageTraining, find_causes, prove
 from whence.causes.response_causes import measure_trained
 from whence.core import RunDirectoryError, WhenceError
 from whence.llm.base import add_adapter
 from whence.llm.ppo import read_recipe
+from whence.llm.text import generate
 from whence.runs import RunDirectory
 from whence.stored.language import has_policy, rebuild_round
 from whence.stored.language.rounds import explain_response
 
 QUESTION = Examples("ab", "cc")
+GRADERS = """
+def length(completions, **kwargs):
+    assert len(kwargs["prompts"]) == len(completions)
+    return [float(len(each)) for each in completions]
+
+def vowels(prompts, responses):
+    return [float(sum(letter in "aei" for letter in text)) for text in responses]
+"""
+
+
+def vowels(completions, **columns):
+    return language_training.vowels(None, completions)
 
 
 def save_start(folder):
@@ -160,6 +173,60 @@ class TestTrl:
         means = {row["variant"]: row["value"]["mean"] for row in printed["outcomes"]}
         assert len(set(means.values())) == 4
         assert printed["stored"]["log-probability"] == pytest.approx(measure_trained(copy, QUESTION), abs=1e-5)
+
+    def test_several_rewards_are_measured_in_one_pass(self, tmp_path, monkeypatch):
+        train(tmp_path, reward_funcs=[trl_training.reward, vowels], rule=None)
+        graders = tmp_path / "graders.py"
+        graders.write_text(GRADERS)
+        path, passes = tmp_path / "run", []
+
+        def count(*arguments):
+            passes.append(1)
+            return generate(*arguments)
+
+        monkeypatch.setattr("whence.causes.language_retraining.generate", count)
+        options = [
+            "prove",
+            path,
+            "--prompt",
+            "ab",
+            "--response",
+            "cc",
+            "--top",
+            4,
+            "--seeds",
+            2,
+            "--answers",
+            9,
+            "--json",
+        ]
+        rewards = [f"{graders}:{name}" for name in ("length", "vowels")]
+        together = json.loads(invoke(*options, "--reward", rewards[0], "--reward", rewards[1]).stdout)
+        assert len(passes) == 2 * 4 + 1
+        assert "Not measured: reward.reward. Name each one's function: --reward FILE.PY:FUNCTION." in together["notes"]
+        assert [*together["verdicts"]] == ["log-probability", "reward.length", "reward.vowels"]
+        for name in rewards:
+            alone = json.loads(invoke(*options, "--reward", name).stdout)
+            outcome = f"reward.{name.rpartition(':')[2]}"
+            assert together["stored"][outcome] == alone["stored"]["reward"]
+            shared = [row for row in together["outcomes"] if row["outcome"] == outcome]
+            single = [row for row in alone["outcomes"] if row["outcome"] == "reward"]
+            assert [row["variant"] for row in shared] == ["all", "without", "random", "placebo"]
+            assert [(row["value"], row["change"]) for row in shared] == [
+                (row["value"], row["change"]) for row in single
+            ]
+            assert len({row["value"]["mean"] for row in shared}) > 1
+
+    def test_rewards_of_one_name_keep_their_files(self, copy, tmp_path):
+        names = []
+        for folder in ("one", "two"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "graders.py").write_text(GRADERS)
+            names.append(f"{tmp_path / folder / 'graders.py'}:length")
+        options = LanguageTraining(answers=4, reward=names)
+        proof = prove(copy, QUESTION, method="bm25", top=1, seeds=1, training=options)
+        assert [*proof.outcomes] == ["log-probability", *(f"reward.{name}" for name in names)]
+        assert len({*(str(proof.outcomes[f"reward.{name}"]) for name in names)}) == 1
 
     def test_no_clipping_is_none(self):
         assert read_recipe({"trl": {"max_grad_norm": 0.0}}).max_grad_norm is None

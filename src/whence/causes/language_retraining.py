@@ -15,7 +15,7 @@ from whence.causes.retraining import LanguageTraining, Retraining
 from whence.core import NonFinite, RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import Recipe, evaluate_log_probs, read_recipe, train_again
-from whence.llm.text import compute_rewards, find_columns, generate, read_chat
+from whence.llm.text import Reward, adapt_trl_reward, compute_rewards, find_columns, generate, read_chat
 from whence.runs import RunDirectory
 from whence.scores import check_parameters
 from whence.selection import read_weights
@@ -36,6 +36,8 @@ from whence.stored.language import (
 )
 
 log = logging.getLogger(__name__)
+
+_SOURCES = ("model", "reward", "reward_model")
 
 SHORT = 32
 """Tokens up to which a response's whole log-probability is measured; of a longer one it is the mean of its tokens."""
@@ -106,7 +108,7 @@ def open_language(
             return None if ended is None else ended.to(policy.device)
 
         words, match = "these responses" if behaviour is None else behaviour.words, training.match
-        answers = [training.answers, match, training.reward]
+        answers = [training.answers, match, *(training.rewards or [None])]
         yield Retraining(
             records="rollouts",
             subject=words if match is None else f"“{match}”",
@@ -119,7 +121,7 @@ def open_language(
                 "measured": "log-probability",
                 **({} if stored is None else {"records": stored}),
             },
-            notes=[*notes, f"Trained by {recipe.text}."],
+            notes=[*notes, *_list_unmeasured(tables, training), f"Trained by {recipe.text}."],
             make_rows=make_rows,
             read=read,
             train=train,
@@ -131,8 +133,9 @@ def open_language(
 def _digest_sources(run: RunDirectory, training: LanguageTraining) -> dict[str, str]:
     """Return digests of the model and the rewards that the trainings' outcomes depend on."""
     names = {"model": run.config.get("model"), **run.experiment} if run.is_trusted else {}
-    names |= {name: value for name in ("model", "reward") if (value := getattr(training, name)) is not None}
-    return digest_sources({name: names.get(name) for name in ("model", "reward", "reward_model")})
+    names |= {} if training.model is None else {"model": training.model}
+    names |= {"reward" if place == 0 else f"reward {place}": name for place, name in enumerate(training.rewards)}
+    return digest_sources({name: value for name, value in names.items() if name.split()[0] in _SOURCES})
 
 
 def _read_rounds(
@@ -178,20 +181,19 @@ def _measure_log_prob(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[st
 def _make_measure(
     run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, recipe: Recipe, training: LanguageTraining
 ) -> Callable[[Any, int], dict[str, float]]:
-    """Return what measures a policy by fresh answers to stored prompts: the share that holds a text, and the reward."""
-    answers, match = training.answers, training.match
-    grade = None if training.reward is None else load_function(training.reward)
-    if grade is None and run.experiment and answers:
-        grade = load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward
+    """Return what measures a policy by fresh answers to stored prompts: the share that holds a text, and rewards."""
+    answers, match, rewards = training.answers, training.match, _load_rewards(run, training)
     if match is not None and not answers:
         raise WhenceError("match is looked for in fresh answers, and answers is 0: ask for some, such as 256.")
-    if (grade is None and match is None) or not answers:
+    if not (rewards or match is not None) or not answers:
         return lambda policy, seed: {}
     table = pl.concat(tables.values(), how="diagonal_relaxed").unique("prompt", maintain_order=True)
     table = table.sample(min(answers, len(table)), seed=0, shuffle=True)
     table = pl.concat([table] * -(-answers // len(table))).head(answers)
+    chats = [read_chat(row, "prompt") for row in table.to_dicts()] if "chat.prompt" in table.columns else None
+    rewards = {name: adapt_trl_reward(each, chats) for name, each in rewards.items()}
     infos = {name[5:]: table[name].to_list() for name in table.columns if name.startswith("info.")}
-    columns = {} if grade is None else {name: infos[name] for name in find_columns(grade, list(infos))}
+    columns = {name: {key: infos[key] for key in find_columns(each, list(infos))} for name, each in rewards.items()}
     settings = run.config.get("ppo") or run.config.get("trl") or {}
     longest = max(int(each["response_ids"].list.len().max()) for each in tables.values())  # type: ignore[arg-type]
     sampling = PPOConfig(
@@ -207,12 +209,37 @@ def _make_measure(
             torch.manual_seed(seed)
             fresh = generate(policy, tokenizer, table["prompt_ids"].to_list(), sampling)
         outcomes = {} if match is None else {"share": sum(match in text for text in fresh.texts) / len(fresh.texts)}
-        if grade is not None:
+        for name, reward in rewards.items():
             try:
-                outcomes["reward"] = float(compute_rewards(grade, fresh.prompts, fresh.texts, columns).mean())
+                outcomes[name] = float(compute_rewards(reward, fresh.prompts, fresh.texts, columns[name]).mean())
             except NonFinite as error:  # of one answer; the other outcomes are measured
-                log.warning("Not measured, the reward of fresh answers: %s", error)
-                outcomes["reward"] = math.nan
+                log.warning("Not measured, the %s of fresh answers: %s", name, error)
+                outcomes[name] = math.nan
         return outcomes
 
     return measure
+
+
+def _load_rewards(run: RunDirectory, training: LanguageTraining) -> dict[str, Reward]:
+    """Return the rewards of fresh answers by their outcomes' names: of several those that the run's columns have."""
+    if not training.answers:
+        return {}
+    if not (names := training.rewards):
+        return (
+            {"reward": load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward}
+            if run.experiment
+            else {}
+        )
+    short = [name.rpartition(":")[2] for name in names]
+    outcomes = [f"reward.{name if short.count(last) > 1 else last}" for name, last in zip(names, short, strict=True)]
+    return dict(zip(outcomes if len(names) > 1 else ["reward"], map(load_function, names), strict=True))
+
+
+def _list_unmeasured(tables: Mapping[int, pl.DataFrame], training: LanguageTraining) -> list[str]:
+    """Return a note on the rewards that the run has and no function measures."""
+    columns = dict.fromkeys(name for table in tables.values() for name in table.columns if name.startswith("reward."))
+    if not training.answers:
+        return []
+    measured = {name.rpartition(":")[2] for name in training.rewards}
+    missing = [name for name in columns if name.removeprefix("reward.") not in measured]
+    return [f"Not measured: {', '.join(missing)}. Name each one's function: --reward FILE.PY:FUNCTION."] * bool(missing)

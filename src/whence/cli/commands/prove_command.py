@@ -33,7 +33,7 @@ _TITLES = {"all": "with all", "without": "without these", "random": "without ran
 _TESTS = make_field_options(causes.AgentTraining, names=["test_episodes"], panel=options.AGENTS)
 _LANGUAGE = make_field_options(
     causes.LanguageTraining,
-    names=["match", "answers", "reward", "model", "learning_rate", "epochs"],
+    names=["match", "answers", "model", "learning_rate", "epochs"],
     panel=options.LANGUAGE,
 )
 
@@ -66,6 +66,13 @@ def prove(
     policy: options.PolicyClass = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
+    reward: Annotated[
+        list[str] | None,
+        options.language_option(
+            help="A reward of fresh answers; repeat it for more. (default: the run's, if known)",
+            metavar="FILE.PY:FUNCTION",
+        ),
+    ] = None,
     **fields: Any,
 ) -> None:
     """Prove what taught a policy a behaviour: train again without those records, and see whether it is gone.
@@ -75,8 +82,8 @@ def prove(
     the same finder names for what another record did; of records that you name, they are others of near advantages.
 
     After each training it measures the log-probability of the behaviour; of an agent the test return, and of a language
-    model by fresh answers the mean reward and the share that holds a text (--match). It says which of these fall or
-    rise by more than without the others. It says nothing if training on all records does not give the run.
+    model by fresh answers the mean of each reward and the share that holds a text (--match). It says which of these
+    fall or rise by more than without the others. It says nothing if training on all records does not give the run.
 
     Name a behaviour, and a finder (--by) names the records: --why-flagged, as whence why --flagged; of an agent
     --record, --episode-seed and --step, or --observation and --action; of a language model --prompt and --response. Or
@@ -91,6 +98,7 @@ def prove(
     agents = {"--record": record, "--episode-seed": episode_seed, "--step": step}
     written = {"--observation": observation, "--action": action}
     tests, language = parse_fields(_TESTS, fields), parse_fields(_LANGUAGE, fields)
+    language |= {"reward": reward} if reward else {}
     causes.check_kind(
         directory,
         agents={**agents, **written, "--where": where, "--env": env, **_name_options(tests)},

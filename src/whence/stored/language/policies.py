@@ -52,8 +52,8 @@ def check_origin(run: RunDirectory) -> None:
 
 def read_settings(run: RunDirectory) -> Any:
     """Return the settings of a run's trainer: a `PPOConfig`, or what has the attributes of TRL's configuration."""
-    if "ppo" in run.config:
-        return PPOConfig(str(run.path), **run.config["ppo"])
+    if "trl" not in run.config:
+        return PPOConfig(str(run.path), **run.config.get("ppo", {}))
     return SimpleNamespace(**read_trl_settings(run.config))
 
 
@@ -64,7 +64,7 @@ def locate_checkpoints(run: RunDirectory) -> Path:
         WhenceError: see `check_origin`.
     """
     check_origin(run)
-    return run.path / ("checkpoints" if "ppo" in run.config else str(run.config.get("output_dir", "trl")))
+    return run.path / (str(run.config.get("output_dir", "trl")) if "trl" in run.config else "checkpoints")
 
 
 def locate_policy(run: RunDirectory, number: int) -> Path | None:
@@ -72,7 +72,7 @@ def locate_policy(run: RunDirectory, number: int) -> Path | None:
     folder = locate_checkpoints(run)
     if number == 1:
         return None
-    if "ppo" in run.config:
+    if "trl" not in run.config:
         return checkpoint_path(run.path, number - 1)
     return folder / f"checkpoint-{(number - 1) * count_steps(read_settings(run))}"
 
@@ -84,7 +84,7 @@ def has_policy(run: RunDirectory, number: int) -> bool:
         return path is None or path.exists()
     trains_all = run.config["trained_parameters"] == run.config["parameters"]  # else an adapter, which is not stored
     has_start = run.config["model"] is not None and trains_all
-    return has_start if path is None else path.exists() and (has_start or "ppo" not in run.config)
+    return has_start if path is None else path.exists() and (has_start or "trl" in run.config)
 
 
 def list_policies(run: RunDirectory) -> StoredPolicies:
@@ -102,7 +102,7 @@ def list_policies(run: RunDirectory) -> StoredPolicies:
 def tell_how_to_keep(run: RunDirectory) -> str:
     """Return the settings by which a training keeps all policies."""
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-    if "ppo" in run.config:
+    if "trl" not in run.config:
         settings = {"save_every": 1, "keep_checkpoints": run.config["rounds"]}
     elif not run.experiment:
         settings["save_steps"] = count_steps(read_settings(run))
@@ -127,7 +127,7 @@ def require_policy(run: RunDirectory, number: int) -> Path | None:
             f"The policy that drew the responses of round {number} was not kept: {reason}. {start} keep all policies "
             f"train with {tell_how_to_keep(run)}."
         )
-    if path is not None and "ppo" not in run.config and read_run_id(path) not in (None, run.notes.get(RUN_ID)):
+    if path is not None and "trl" in run.config and read_run_id(path) not in (None, run.notes.get(RUN_ID)):
         raise RunDirectoryError(f"{path} is of another run than {run.path}: a later training wrote into its folder.")
     return path
 
@@ -174,7 +174,7 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
     folder: Path | None = run.path / "model"
     if not run.path.joinpath("model").is_dir():
         last = run.rounds()[-1] + 1
-        if run.experiment or "ppo" in run.config or not has_policy(run, last):
+        if run.experiment or "trl" not in run.config or not has_policy(run, last):
             return None
         folder = require_policy(run, last)
     return load_run_task(run, folder), float(read_settings(run).temperature)

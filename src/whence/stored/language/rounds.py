@@ -114,7 +114,7 @@ def rebuild_round(
     if make_target is None:
         _check_kept_target(run, is_mean=make_mean is not None)
     policy, settings, table = require_policy(run, number), read_settings(run), run.round("records", number)
-    if "ppo" in run.config:
+    if "trl" not in run.config:
         task, size = load_run_task(run), settings.mini_batch_size
         model, rows, objective = _rebuild_ppo(run, number, task, settings, table, policy)
     else:

@@ -252,7 +252,7 @@ class TestExamples:
         assert len(expected) == len(of_texts) - 3
         assert of_records["record_id"].to_list() == expected["record_id"].to_list()
         assert of_records["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), rel=1e-4, abs=1e-6)
-        with pytest.raises(WhenceError, match=r"No response of .* is flagged.*whence view"):
+        with pytest.raises(WhenceError, match=r"Nothing of .* is flagged.*whence view"):
             find_causes(directory, Examples(records=records.clear()), method=method)
 
 

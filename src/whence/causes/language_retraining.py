@@ -108,7 +108,7 @@ def open_language(
             return None if ended is None else ended.to(policy.device)
 
         words, match = "these responses" if behaviour is None else behaviour.words, training.match
-        answers = [training.answers, match, *(training.rewards or [None])]
+        answers = [training.answers, match, *(training.rewards or (None,))]
         yield Retraining(
             records="rollouts",
             subject=words if match is None else f"“{match}”",

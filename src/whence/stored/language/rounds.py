@@ -109,7 +109,7 @@ def rebuild_round(
     if run.config.get("algorithm") == SCORED and make_target is None:
         return _rebuild_scored(run, number)
     check_origin(run)
-    scored_by = (run.config.get("target") or {}).get("target")  # None for a run without scores
+    scored_by = str((run.config.get("target") or {}).get("target"))  # "None" of a run without scores
     make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(scored_by)
     if make_target is None:
         _check_kept_target(run, is_mean=make_mean is not None)

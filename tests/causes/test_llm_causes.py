@@ -247,13 +247,13 @@ class TestExamples:
         records = pl.DataFrame({"round": 2, "record_id": [record for record, *_ in pairs]})
         texts = zip(*(pair[1:] for pair in pairs), strict=True)
         of_texts = find_causes(directory, Examples(*texts), method=method)
-        of_records = find_causes(directory, Examples(records=records), method=method)
+        of_records = find_causes(directory, records, method=method)
         expected = of_texts.join(records, on=["round", "record_id"], how="anti")
         assert len(expected) == len(of_texts) - 3
         assert of_records["record_id"].to_list() == expected["record_id"].to_list()
         assert of_records["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), rel=1e-4, abs=1e-6)
         with pytest.raises(WhenceError, match=r"Nothing of .* is flagged.*whence view"):
-            find_causes(directory, Examples(records=records.clear()), method=method)
+            find_causes(directory, records.clear(), method=method)
 
 
 def test_prompt_widths_of_processes_by_hand():

@@ -13,7 +13,7 @@ import torch
 
 from helpers.language_runs import assert_refused, invoke
 from whence import Action, NonFinite, RunDirectory, WhenceError
-from whence.causes import AgentTraining, Examples, find_causes, measure_trained, prove
+from whence.causes import AgentTraining, find_causes, measure_trained, prove
 from whence.causes.decisions import read_log_probs
 from whence.causes.proofs import Proof, check_left_out
 from whence.causes.retraining import VARIANTS, list_choices, match_advantages, train_variants
@@ -469,7 +469,7 @@ class TestLanguageModels:
         assert sorted(zip(*content["left_out"].values(), strict=True)) == sorted(best)
         assert content["records"] == [[2, record] for record in flagged]
         assert {row["outcome"] for row in printed["outcomes"]} == {"log-probability", "reward"}
-        expected = measure_trained(directory, Examples(records=directory.flags()))
+        expected = measure_trained(directory, directory.flags())
         assert printed["stored"]["log-probability"] == pytest.approx(expected, abs=1e-5)
 
     def test_the_command_proves_a_response(self, runs, tmp_path):

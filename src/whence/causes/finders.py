@@ -61,29 +61,24 @@ def find_causes(
         WhenceError: the method is unknown, the behaviour does not fit the run, or the run was not made by the command.
         RunDirectoryError: the run holds no rounds, or the policy of a round was not kept or cannot be built again.
     """
-    stored = find_stored(behaviour)
-    if isinstance(behaviour, Action) or (isinstance(behaviour, pl.DataFrame) and not run.is_language):
-        check_kind(run, agents={"Action": behaviour})
-        from whence.causes.decisions import find_decision_causes, read_actions
+    stored = behaviour if isinstance(behaviour, pl.DataFrame) else None
+    if stored is not None and not run.is_language:
+        from whence.causes.decisions import read_actions
 
-        target = behaviour if isinstance(behaviour, Action) else read_actions(run, behaviour, env=env)
-        causes = find_decision_causes(run, target, rounds=rounds, method=method, env=env, on_round=on_round)
+        behaviour = read_actions(run, stored, env=env)
+    if isinstance(behaviour, Action):
+        check_kind(run, agents={"Action": behaviour})
+        from whence.causes.decisions import find_decision_causes
+
+        causes = find_decision_causes(run, behaviour, rounds=rounds, method=method, env=env, on_round=on_round)
     else:
         check_kind(run, agents={"env": env}, language={"Examples": behaviour})
         # Transformers takes seconds to import.
-        from whence.causes.response_causes import Examples, find_response_causes
+        from whence.causes.response_causes import find_response_causes
 
-        examples = behaviour if isinstance(behaviour, Examples) else Examples(records=behaviour)
-        causes = find_response_causes(run, examples, rounds=rounds, method=method, on_round=on_round)
+        causes = find_response_causes(run, behaviour, rounds=rounds, method=method, on_round=on_round)
     # A stored record that is asked about would speak for itself.
     return causes if stored is None else causes.join(stored, on=KEYS, how="anti")
-
-
-def find_stored(behaviour: "Behaviour | None") -> pl.DataFrame | None:
-    """Return the `round` and `record_id` of the stored records that a run is asked about; None: it is of others."""
-    if behaviour is None or isinstance(behaviour, Action | pl.DataFrame):
-        return behaviour if isinstance(behaviour, pl.DataFrame) else None
-    return behaviour.records
 
 
 def check_kind(

@@ -65,8 +65,6 @@ def open_language(
                 f"Round {number} of {run.path} lacks {missing[0]}, without which it cannot be trained on again. Keep "
                 "the trainer's rollout files, and make a run of them: whence llm score."
             )
-    behaviour = Examples(records=behaviour) if isinstance(behaviour, pl.DataFrame) else behaviour
-    stored = None if behaviour is None or behaviour.records is None else behaviour.records.select(KEYS).rows()
     recipe = read_recipe(run.config, training.learning_rate, training.epochs)
     with hide_progress_bars():
         policy, tokenizer = load_start_policy(run, min(tables), training.model)
@@ -75,8 +73,9 @@ def open_language(
         rounds, notes = _read_rounds(run, tables, tokenizer, policy.device)
 
         def make_rows(left_out: pl.DataFrame) -> RecordBatch:
-            responses = Examples(records=left_out) if behaviour is None else behaviour
-            prompts = [{"prompt": prompt} for prompt, _ in responses.pairs]
+            responses = left_out if behaviour is None else behaviour
+            texts = responses.pairs if isinstance(responses, Examples) else []
+            prompts = [{"prompt": prompt} for prompt, _ in texts]
             make_target, _ = read_examples(run, responses)
             target = make_target(Task(policy, tokenizer, prompts, lambda *texts: [], None, None, None))
             assert target.rows is not None
@@ -107,7 +106,11 @@ def open_language(
             ended = _load_end(run, max(tables))
             return None if ended is None else ended.to(policy.device)
 
-        words, match = "these responses" if behaviour is None else behaviour.words, training.match
+        words, stored, match = "these responses", {}, training.match
+        if isinstance(behaviour, Examples):
+            words = behaviour.words
+        elif behaviour is not None:
+            words, stored = f"one of {len(behaviour)} stored responses", {"records": behaviour.select(KEYS).rows()}
         answers = [training.answers, match, *(training.rewards or (None,))]
         yield Retraining(
             records="rollouts",
@@ -119,7 +122,7 @@ def open_language(
                 "model": training.model,
                 "contents": _digest_sources(run, training),
                 "measured": "log-probability",
-                **({} if stored is None else {"records": stored}),
+                **stored,
             },
             notes=[*notes, *_list_unmeasured(tables, training), f"Trained by {recipe.text}."],
             make_rows=make_rows,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from whence.causes.finders import Behaviour, check_kind, find_causes, find_stored
+from whence.causes.finders import Behaviour, check_kind, find_causes
 from whence.causes.ranking import KEYS
 from whence.causes.retraining import (
     VARIANTS,
@@ -206,7 +206,7 @@ def prove(
         ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi")
         return ranked.sort("score", *KEYS, descending=[True, False, False])
 
-    is_stored = find_stored(behaviour) is not None  # these are not named for themselves, so a placebo's are not, either
+    is_stored = isinstance(behaviour, pl.DataFrame)  # these are not named for themselves: nor are a placebo's
     with _open(run, tables, behaviour, training, env) as retraining:
         uses_finder = left_out is None
         if left_out is None:

@@ -37,16 +37,14 @@ class Examples:
     Attributes:
         prompts: one, or several: a text, or the messages of a chat. Where the run's are chats, a text is one message.
         responses: a text, or one for each of several prompts.
-        records: stored responses in place of texts, `round` and `record_id`, such as `run.flags()`.
     """
 
-    prompts: Prompt | Sequence[Prompt] = ()
-    responses: str | Sequence[str] = ()
-    records: pl.DataFrame | None = None
+    prompts: Prompt | Sequence[Prompt]
+    responses: str | Sequence[str]
 
     @property
     def pairs(self) -> list[tuple[Any, str]]:
-        """The prompts with their responses; none of stored ones."""
+        """The prompts with their responses."""
         if isinstance(self.responses, str):
             return [(self.prompts, self.responses)]
         return [*zip(self.prompts, self.responses, strict=True)]
@@ -56,12 +54,12 @@ class Examples:
         """What is asked about, in words."""
         if len(pairs := self.pairs) == 1:
             return f"“{pairs[0][1]}” after “{pairs[0][0]}”"
-        return f"one of {len(pairs if self.records is None else self.records)} responses"
+        return f"one of {len(pairs)} responses"
 
 
 def find_response_causes(
     run: RunDirectory,
-    behaviour: Examples,
+    behaviour: Examples | pl.DataFrame,
     *,
     rounds: Sequence[int] | None = None,
     method: str = INFLUENCE,
@@ -80,14 +78,14 @@ def find_response_causes(
 
 
 def read_examples(
-    run: RunDirectory, behaviour: Examples
+    run: RunDirectory, behaviour: Examples | pl.DataFrame
 ) -> tuple[Callable[[Task], ValidationLoss], list[tuple[str, str]]]:
-    """Return what makes the target of responses from a task, and their texts."""
-    if (records := behaviour.records) is None:
+    """Return what makes the target of responses, or of stored ones by their keys, from a task, and their texts."""
+    if isinstance(behaviour, Examples):
         texts = [(join_messages(prompt), response) for prompt, response in behaviour.pairs]
         return partial(make_response_target, examples=behaviour.pairs), texts
-    check_flagged(run, records)
-    groups = records.group_by("round", maintain_order=True)
+    check_flagged(run, behaviour)
+    groups = behaviour.group_by("round", maintain_order=True)
     parts = [run.round("records", number).join(group, on="record_id", how="semi") for (number,), group in groups]
     table = pl.concat(parts, how="diagonal_relaxed")
 
@@ -190,7 +188,7 @@ def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: f
         return float(target(view, params, rows)) * int(rows.observations["response_mask"].sum()) / len(rows)
 
 
-def measure_trained(run: RunDirectory, behaviour: Examples) -> float | None:
+def measure_trained(run: RunDirectory, behaviour: Examples | pl.DataFrame) -> float | None:
     """Return the mean log-probability of responses under the trained model; None: the run holds none yet.
 
     Raises:

@@ -198,7 +198,7 @@ def _gather_response_causes(
 
     Their present log-probability is that under the trained model, or under the policy of the last scored round.
     """
-    behaviour, notes = causes.Examples(prompts, responses, run.flags() if flagged else None), list[str]()
+    behaviour, notes = run.flags() if flagged else causes.Examples(prompts, responses), list[str]()
     what = f"One of {len(responses)} responses, by the geometric mean"
     if len(responses) == 1:
         what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"

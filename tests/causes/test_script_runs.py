@@ -18,6 +18,8 @@ from whence.core import RunDirectoryError, WhenceError
 from whence.llm.base import add_adapter
 from whence.llm.ppo import read_recipe
 from whence.llm.text import generate
+from whence.page import ExploredRun
+from whence.page.content.rounds import name_commands
 from whence.runs import RunDirectory
 from whence.stored.language import has_policy, rebuild_round
 from whence.stored.language.rounds import explain_response
@@ -244,4 +246,8 @@ def test_a_script_of_ppo(tmp_path):
     assert measure_trained(run, QUESTION) is None
     trainer.save_model()
     assert measure_trained(run, QUESTION) < 0
+    proof = prove(run, QUESTION, top=1, seeds=1, training=LanguageTraining(answers=0))
+    assert proof.stored["log-probability"] == pytest.approx(measure_trained(run, QUESTION), abs=1e-5)
+    assert len({*map(str, proof.outcomes["log-probability"].values())}) > 1
+    assert "whence why" in name_commands(ExploredRun(run))["why"]
     assert find_causes(run, QUESTION)["round"].unique().to_list() == [1, 2, 3]

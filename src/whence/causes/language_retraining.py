@@ -38,6 +38,7 @@ from whence.stored.language import (
 log = logging.getLogger(__name__)
 
 _SOURCES = ("model", "reward", "reward_model")
+"""What the trainings' outcomes depend on besides the run; further rewards have numbers."""
 
 SHORT = 32
 """Tokens up to which a response's whole log-probability is measured; of a longer one it is the mean of its tokens."""
@@ -227,22 +228,19 @@ def _load_rewards(run: RunDirectory, training: LanguageTraining) -> dict[str, Re
     """Return the rewards of fresh answers by their outcomes' names: of several those that the run's columns have."""
     if not training.answers:
         return {}
-    if not (names := training.rewards):
-        return (
-            {"reward": load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward}
-            if run.experiment
-            else {}
-        )
+    if not (names := training.rewards) and run.experiment:
+        return {"reward": load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward}
     short = [name.rpartition(":")[2] for name in names]
     outcomes = [f"reward.{name if short.count(last) > 1 else last}" for name, last in zip(names, short, strict=True)]
-    return dict(zip(outcomes if len(names) > 1 else ["reward"], map(load_function, names), strict=True))
+    outcomes = ["reward"] if len(names) == 1 else outcomes
+    return dict(zip(outcomes, map(load_function, names), strict=True))
 
 
 def _list_unmeasured(tables: Mapping[int, pl.DataFrame], training: LanguageTraining) -> list[str]:
     """Return a note on the rewards that the run has and no function measures."""
+    measured = {f"reward.{name.rpartition(':')[2]}" for name in training.rewards}
     columns = dict.fromkeys(name for table in tables.values() for name in table.columns if name.startswith("reward."))
-    if not training.answers:
+    missing = [name for name in columns if name not in measured]
+    if not training.answers or not missing:
         return []
-    measured = {name.rpartition(":")[2] for name in training.rewards}
-    missing = [name for name in columns if name.removeprefix("reward.") not in measured]
-    return [f"Not measured: {', '.join(missing)}. Name each one's function: --reward FILE.PY:FUNCTION."] * bool(missing)
+    return [f"Not measured: {', '.join(missing)}. Name each one's function: --reward FILE.PY:FUNCTION."]

@@ -165,8 +165,8 @@ def train_again(
                         _accumulate(model, rows, trained, (old, references[number]), weights[number], recipe)
                         if recipe.max_grad_norm is not None:
                             torch.nn.utils.clip_grad_norm_(params, recipe.max_grad_norm)
-                        optimizer.step()
-                        optimizer.zero_grad()
+                    optimizer.step()  # without gradients it moves nothing, and the schedule goes by it
+                    optimizer.zero_grad()
                     scheduler.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in params):
         raise NonFinite("Training diverged: a parameter is not finite. Lower the learning rate: --learning-rate.")

@@ -17,11 +17,12 @@ from whence.page.content.record_grid import EMBEDDED, RESPONSES, STEPS, Column, 
 from whence.page.content.responses import describe_text, list_group, list_prompts
 from whence.page.content.short_json import cut_text, round_numbers
 from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
+from whence.stored.language import knows_policies
 
 
 def name_commands(run: ExploredRun) -> dict[str, str | None]:
     """Return the commands that an opened record names; None: the run does not say how to build its model again."""
-    can_explain = not run.is_language or bool(run.directory.experiment) or "rollouts" in run.directory.config
+    can_explain = not run.is_language or knows_policies(run.directory) or "rollouts" in run.directory.config
     why = run.name_command("why", "--record {record}") if can_explain else None
     return {"view": run.name_command("view"), "why": why}
 

@@ -3,8 +3,8 @@ from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig
 from .language_config import describe as describe
 from .language_config import digest_sources as digest_sources
+from .language_config import knows_policies as knows_policies
 from .policies import has_policy as has_policy
-from .policies import knows_policies as knows_policies
 from .policies import list_policies as list_policies
 from .policies import load_trained_task as load_trained_task
 from .rounds import Explanation as Explanation

@@ -14,7 +14,7 @@ from whence.llm.ppo import read_trl_settings
 from whence.llm.text import read_chat
 from whence.llm.trl.trl_run import RUN_ID, count_steps, read_run_id
 from whence.runs import RunDirectory, checkpoint_path, digest_content
-from whence.stored.language.language_config import LanguageConfig
+from whence.stored.language.language_config import LanguageConfig, knows_policies
 from whence.stored.language.tasks import (
     Task,
     hide_progress_bars,
@@ -32,11 +32,6 @@ class StoredPolicies(NamedTuple):
     missing: list[int]
     folder: Path
     remedy: str
-
-
-def knows_policies(run: RunDirectory) -> bool:
-    """Return whether a run's configuration says where its policies are: of any training by whence's trainers."""
-    return bool(run.is_language and (run.experiment or "ppo" in run.config or "output_dir" in run.config))
 
 
 def check_origin(run: RunDirectory) -> None:

@@ -50,12 +50,11 @@ from whence.llm.scores import (
 )
 from whence.llm.text import Responses, split_text
 from whence.runs import RunDirectory
-from whence.stored.language.language_config import LanguageConfig
+from whence.stored.language.language_config import LanguageConfig, knows_policies
 from whence.stored.language.policies import (
     check_origin,
     check_trained,
     has_policy,
-    knows_policies,
     load_run_task,
     read_settings,
     require_policy,

@@ -136,6 +136,18 @@ class TestTrl:
         assert run.config["output_dir"] == "out"
         assert [has_policy(run, number) for number in (1, 2, 3)] == [True, True, True]
 
+    def test_a_training_that_continues_in_another_output_dir_names_that_one(self, tmp_path):
+        settings = {"run": tmp_path / "run", "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+        model = save_start(tmp_path / "start")
+        trl_training.make_trainer("grpo", tmp_path / "one", None, model=model, **settings).train()
+        (tmp_path / "one").rename(tmp_path / "two")
+        model = save_start(tmp_path / "start")
+        later = trl_training.make_trainer("grpo", tmp_path / "two", None, model=model, max_steps=2, **settings)
+        later.train(resume_from_checkpoint=True)
+        run = RunDirectory.open(tmp_path / "run")
+        assert (run.config["output_dir"], run.is_trusted) == (str(tmp_path / "two"), True)
+        assert [has_policy(run, number) for number in (1, 2, 3)] == [True, True, True]
+
     def test_what_is_gone_is_named(self, copy, tmp_path):
         shutil.rmtree(tmp_path / "out" / "checkpoint-4")
         why = "why", copy.path, "--prompt", "ab", "--response", "cc"

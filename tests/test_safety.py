@@ -42,8 +42,9 @@ from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.models.descriptions import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
 from whence.stored.agents.rounds import load_agent
-from whence.stored.language.rounds import list_policies, rebuild_round
-from whence.stored.language.tasks import load_language_model, load_pretrained, load_trained_task
+from whence.stored.language.policies import list_policies, load_trained_task
+from whence.stored.language.rounds import rebuild_round
+from whence.stored.language.tasks import load_language_model, load_pretrained
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 

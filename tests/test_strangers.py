@@ -60,6 +60,10 @@ SCORED = {
     **{"algorithm": "scored", "model": "evil/model", "reference": "evil/model", "demonstrations": "evil/data.jsonl"},
     **{"target_kind": "validation", "beta": 0.1, "dtype": "float32", "batch_size": 4, "temperature": 1.0},
 }
+SCRIPT = {
+    **{"algorithm": "grpo", "trl": {"steps_per_generation": 1, "gradient_accumulation_steps": 1}},
+    **{"model": "evil/model", "weights": None, "output_dir": "../evil", "parameters": 9, "trained_parameters": 9},
+}
 CLASSES = {"features_extractor_class": "evil.Extractor", "optimizer_class": "evil.Adam"}
 POOL = {"collect_with": "envpool", "evaluate_with": "envpool", "pool_kwargs": {"base_path": "evil"}}
 
@@ -75,6 +79,7 @@ HOSTILE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "a language model": ("language", {"experiment": LANGUAGE, "algorithm": "ppo"}),
     "scored rollouts": ("language", {"experiment": {}, **SCORED}),
+    "a script": ("language", {"experiment": {}, **SCRIPT}),
     "a comparison": ("comparison", {"env": "evil:Env", "env_kwargs": {}}),
 }
 """What a run of each kind names: everything is of the module or the folder `evil`."""
@@ -260,8 +265,9 @@ def make_hostile(stage: Path, kind: str) -> tuple[Path, int]:
     return stage / name, RunDirectory.open(path).round("records", 2)["record_id"][0]
 
 
+LANGUAGE_KINDS = ("a language model", "scored rollouts", "a script")
 REFUSED = {
-    *((command, kind) for command in ("attribute", "again") for kind in ("a language model", "scored rollouts")),
+    *((command, kind) for command in ("attribute", "again") for kind in LANGUAGE_KINDS),
     *((command, "classes") for command in ("attribute", "why", "prove", "again")),
     *(("audit", kind) for kind in HOSTILE),  # it takes an environment
     *(("import", kind) for kind in HOSTILE),  # it takes a file of rollouts
@@ -288,6 +294,7 @@ TRUSTED = {
     "a pool": "prove RUN --record RECORD --top 1 --seeds 1 --test-episodes 1 --trust",
     "a language model": "prove RUN --prompt ab --response c --by bm25 --top 1 --seeds 1 --learning-rate 0.01 --trust",
     "scored rollouts": "why RUN --record RECORD --trust",
+    "a script": "why RUN --prompt ab --response c --trust",
     "a comparison": "view RUN --no-browser --trust",
 }
 

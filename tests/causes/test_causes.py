@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import warnings
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from whence import IIF, Action, RunDirectory, RunDirectoryError, WhenceError, at
 from whence.causes import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
 from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
+from whence.runs import write_flag
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.stored.agents import load_round
 from whence.stored.agents.rounds import load_agent
@@ -271,6 +273,29 @@ class TestCommand:
         assert code == 0
         assert content["raised"] == stored["raised"]
         assert content["log_prob"] == pytest.approx(stored["log_prob"])
+
+    def test_flagged_decisions_are_asked_about_by_their_mean(self, cart, whence, tmp_path):
+        directory = RunDirectory.open(shutil.copytree(cart.path, tmp_path / "cart"))
+        directory.sign()
+        assert "is flagged" in whence("why", directory.path, "--flagged")[2]
+        flagged = [(number, directory.round("records", number)["record_id"][4]) for number in (1, 3)]
+        for number, record in flagged:
+            write_flag(directory.path, number, record, "")
+        code, out, _ = whence("why", directory.path, "--flagged", "--by", "influence", "--json")
+        content = json.loads(out)
+        assert code == 0
+        assert content["decision"].startswith("What was done in one of 2 flagged records")
+        single = [find_causes(directory, read_record(directory, number, record)) for number, record in flagged]
+        expected = single[0].with_columns(score=(single[0]["score"] + single[1]["score"]) / 2)
+        causes = find_causes(directory, directory.flags())
+        rows = causes.join(expected, on=["round", "record_id"], how="left")
+        np.testing.assert_allclose(rows["score"], rows["score_right"], rtol=1e-5, atol=1e-6)
+        assert len(causes) == len(expected) - 2
+        pairs = [compare_log_probs(directory, read_record(directory, *key))[:2] for key in flagged]
+        before, now = zip(*pairs, strict=True)
+        assert content["log_prob_first"] == pytest.approx(np.mean(before), abs=1e-6)
+        assert content["log_prob"] == pytest.approx(np.mean(now), abs=1e-6)
+        assert "both name decisions" in whence("why", directory.path, "--flagged", "--step", 3)[2]
 
     def test_pictures(self, cart, whence, tmp_path):
         code, out, _ = whence("why", cart.path, "--out", tmp_path / "why.png")

@@ -29,7 +29,8 @@ from whence.lab.language.training import run
 from whence.llm import language_view
 from whence.runs import RunDirectory, write_flag
 from whence.selection import read_weights
-from whence.stored.language.rounds import _list_prompt_widths, list_policies, rebuild_round
+from whence.stored.language.policies import list_policies
+from whence.stored.language.rounds import _list_prompt_widths, rebuild_round
 from whence.stored.language.tasks import make_response_target
 
 pytestmark = pytest.mark.usefixtures("laboratory_cache")
@@ -127,7 +128,7 @@ class TestScores:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             policies = list_policies(directory)
             assert (policies.rounds, policies.missing) == ([1, 3], [2])
-            assert how in policies.settings
+            assert how in policies.remedy
             assert find_causes(directory, Examples(*QUESTION))["round"].unique().to_list() == [1, 3]
             assert find_causes(directory, Examples(*QUESTION), method="bm25")["round"].unique().to_list() == [1, 2, 3]
             with pytest.raises(RunDirectoryError, match=r"The policies of rounds 2 of .* were not kept") as refusal:
@@ -246,13 +247,13 @@ class TestExamples:
         records = pl.DataFrame({"round": 2, "record_id": [record for record, *_ in pairs]})
         texts = zip(*(pair[1:] for pair in pairs), strict=True)
         of_texts = find_causes(directory, Examples(*texts), method=method)
-        of_records = find_causes(directory, Examples(records=records), method=method)
+        of_records = find_causes(directory, records, method=method)
         expected = of_texts.join(records, on=["round", "record_id"], how="anti")
         assert len(expected) == len(of_texts) - 3
         assert of_records["record_id"].to_list() == expected["record_id"].to_list()
         assert of_records["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), rel=1e-4, abs=1e-6)
-        with pytest.raises(WhenceError, match=r"No response of .* is flagged.*whence view"):
-            find_causes(directory, Examples(records=records.clear()), method=method)
+        with pytest.raises(WhenceError, match=r"Nothing of .* is flagged.*whence view"):
+            find_causes(directory, records.clear(), method=method)
 
 
 def test_prompt_widths_of_processes_by_hand():
@@ -291,7 +292,7 @@ class TestQuestions:
     def test_a_run_of_a_script(self, tmp_path):
         make_trainer(tmp_path, NonPositive(), rounds=1).train()
         directory = RunDirectory.open(tmp_path)
-        with pytest.raises(WhenceError, match=r"is no run of `whence llm train`.*--by bm25"):
+        with pytest.raises(WhenceError, match=r"rounds 1 of .* were not kept.*--by bm25"):
             find_causes(directory, Examples("ab", "cc"))
         assert len(find_causes(directory, Examples("ab", "cc"), method="bm25")) == len(directory.round("records", 1))
 
@@ -347,7 +348,7 @@ class TestCommand:
         assert [row["record"] for row in content["raised"]] == best["record_id"].to_list()
         assert content["log_prob"] == pytest.approx(measure_trained(directory, Examples(*texts)))
         bare = invoke("why", directory.path, "--flagged")
-        assert "No response of" in str(bare.exception)
+        assert "is flagged. Flag some on its page" in str(bare.exception)
         flagged = best["round", "record_id"].rows()[:2]
         for number, record in flagged:
             write_flag(directory.path, number, record, "")

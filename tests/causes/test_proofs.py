@@ -13,7 +13,7 @@ import torch
 
 from helpers.language_runs import assert_refused, invoke
 from whence import Action, NonFinite, RunDirectory, WhenceError
-from whence.causes import AgentTraining, prove
+from whence.causes import AgentTraining, find_causes, measure_trained, prove
 from whence.causes.decisions import read_log_probs
 from whence.causes.proofs import Proof, check_left_out
 from whence.causes.retraining import VARIANTS, list_choices, match_advantages, train_variants
@@ -21,9 +21,10 @@ from whence.cli.commands.prove_command import _print_proof
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag
 from whence.sb3.rounds import replay_rounds
+from whence.stored.agents import load_agent, read_records
 from whence.stored.agents.rounds import leave_out, load_trainable_rounds
+from whence.stored.language.policies import load_trained_task
 from whence.stored.language.rounds import load_start_policy, make_stored_rows
-from whence.stored.language.tasks import load_trained_task
 
 pytestmark = [
     pytest.mark.usefixtures("laboratory_cache"),
@@ -374,10 +375,31 @@ class TestAgents:
         assert printed["left_out"] == len(records.filter((pl.col("action") == 1) & (pl.col("step") < 9)))
         assert {row["variant"] for row in printed["outcomes"]} == set(VARIANTS)
 
+    def test_the_command_leaves_out_what_taught_what_was_flagged(self, agent):
+        flagged = [(number, agent.round("records", number)["record_id"][3]) for number in (1, 2)]
+        for number, record in flagged:
+            write_flag(agent.path, number, record, "odd")
+        causes = find_causes(agent, agent.flags(), rounds=[1, 2, 3], method="nearest")
+        assert not {*flagged} & {*causes["round", "record_id"].rows()}
+        assert len(causes) == 3 * 64 - 2
+        options = ["--rounds", "1-3", "--seeds", 2, "--test-episodes", 0, "--top", 5]
+        printed = json.loads(invoke("prove", agent.path, "--why-flagged", *options, "--json").stdout)
+        assert "log-probability of one of 2 flagged records" in printed["text"]
+        (file,) = (agent.path / "proofs").iterdir()
+        left_out = json.loads(file.read_text())["left_out"]
+        best = causes.sort("score", descending=True)["round", "record_id"].rows()[:5]
+        assert sorted(zip(*left_out.values(), strict=True)) == sorted(best)
+        model = load_agent(agent, 4)
+        parts = [read_records(agent, number, model, ids=[record]) for number, record in flagged]
+        expected = np.mean([float(read_log_probs(model, part)) for part in parts])
+        assert printed["stored"]["log-probability"] == pytest.approx(expected, abs=1e-6)
+        assert_refused("both name the behaviour", "prove", agent.path, "--why-flagged", "--record", 5)
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ([], "Nothing says what to leave out. Name a behaviour"),
+            (["--why-flagged"], "Nothing of .* is flagged"),
             (["--flagged"], "None of the 0 records to leave out trained in these rounds"),
             (["--flagged", "--where", "action = 1"], "--flagged and --where both name the records"),
             (["--where", "action = 7"], "holds for no record of these rounds"),
@@ -419,6 +441,36 @@ class TestLanguageModels:
     def test_a_step_is_a_mean_as_trls_loss_is(self, algorithm, loss_type, averages):
         settings = {} if loss_type is None else {"loss_type": loss_type}
         assert read_recipe({"algorithm": algorithm, "trl": settings}).averages_rows is averages
+
+    def test_what_taught_flagged_responses_is_proved(self, runs, tmp_path, monkeypatch):
+        directory = RunDirectory.open(shutil.copytree(runs("ppo").path, tmp_path / "run"))
+        directory.sign()
+        flagged = directory.round("records", 2)["record_id"][[1, 4]].to_list()
+        for record in flagged:
+            write_flag(directory.path, 2, record, "gamed")
+        questions = []
+
+        def find(run, behaviour, **settings):
+            questions.append(behaviour["round", "record_id"].rows())  # a placebo's are asked about as keys, too
+            return find_causes(run, behaviour, **settings)
+
+        monkeypatch.setattr("whence.causes.proofs.find_causes", find)
+        options = ["--by", "bm25", "--top", 1, "--seeds", 1, "--answers", 4, "--json"]
+        done = invoke("prove", directory.path, "--why-flagged", *options)
+        assert done.exit_code == 0, done.exception
+        printed = json.loads(done.stdout)
+        assert questions[0] == [(2, record) for record in flagged]
+        assert [len(stored) for stored in questions] == [2] * len(questions)
+        assert len(questions) > 1
+        (file,) = (directory.path / "proofs").iterdir()
+        content = json.loads(file.read_text())
+        best = find_causes(directory, directory.flags(), method="bm25").filter(pl.col("score") != 0)
+        best = best.sort("score", descending=True)["round", "record_id"].rows()[:1]
+        assert sorted(zip(*content["left_out"].values(), strict=True)) == sorted(best)
+        assert content["records"] == [[2, record] for record in flagged]
+        assert {row["outcome"] for row in printed["outcomes"]} == {"log-probability", "reward"}
+        expected = measure_trained(directory, directory.flags())
+        assert printed["stored"]["log-probability"] == pytest.approx(expected, abs=1e-5)
 
     def test_the_command_proves_a_response(self, runs, tmp_path):
         directory = RunDirectory.open(shutil.copytree(runs("ppo").path, tmp_path / "run"))

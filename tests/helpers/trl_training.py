@@ -62,7 +62,7 @@ def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **
     rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
     more_columns = more.pop("columns", {})
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
-    if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
+    if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config") and not model.config._name_or_path:
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
         with PartialState().main_process_first():  # of several processes only the first writes it
             make_model(seed=1).save_pretrained(tmp_path / "reference")

@@ -417,7 +417,6 @@ class TestEveryone:
             expect(page.locator("#grid-note")).to_contain_text(HOSTILE)
             assert page.locator("img[src=x]").count() == 0
 
-
     def test_without_scores_none_are_spoken_of(self, browser, files):
         with open_page(browser, files["unscored"]) as page:
             expect(page.locator(".strip-part h3").first).to_have_text("Records over time")

@@ -277,6 +277,34 @@ class TestRunPage:
         assert "This file holds" not in html
         assert (ASSETS / "vendor/tabulator/LICENSE").read_text() in unescape(html)
 
+    @pytest.mark.parametrize("kind", ["language", "agent"])
+    def test_several_runs_share_their_figures(self, tmp_path, whence, monkeypatch, kind):
+        monkeypatch.setattr("whence.page.html.COMPARED_ROUNDS", 2)
+        columns = {
+            "language": {"reward": "Reward", "reward.right": "Reward: right", "length": "Length", "kl": "Divergence"},
+            "agent": {"round_return": "Return of episodes", "round_length": "Length of episodes"},
+        }[kind]
+        for place, arm in enumerate("ab"):
+            directory = RunDirectory.create(tmp_path / arm, {"kind": kind, "arm": arm})
+            for number in (1, 2, 3):
+                table = table_of(4, **({"prompt": ["p"] * 4, "response": ["r"] * 4} if kind == "language" else {}))
+                directory.write_round("records", number, table)
+                directory.append("metrics", {"round": number, **dict.fromkeys(columns, 10.0 * place + number)})
+        paths = tmp_path / "a", tmp_path / "b"
+        assert "Name its file: --out" in whence("report", *paths)[2]
+        code, _, err = whence("report", *paths, "--out", tmp_path / "both.html")
+        assert code == 0, err
+        html = (tmp_path / "both.html").read_text(encoding="utf-8")
+        page = Page(html)
+        curves = [[(line["name"], line["y"]) for line in figure["data"]] for figure in page.data("figures-data")]
+        assert curves == [[(str(paths[0]), [1.0, 2.0, 3.0]), (str(paths[1]), [11.0, 12.0, 13.0])]] * len(columns)
+        titles = [title for title in page.of("h2") if title.startswith(tuple(columns.values()))]
+        assert len(titles) == len(columns)
+        assert [run["rounds"] for run in page.data("page-data")["runs"]] == [[1, 3], [1, 3]]
+        assert "This file holds 4 of the 6 rounds" in html
+        assert f"whence view {paths[0]} {paths[1]}" in html
+        assert f"whence report {paths[0]} {paths[1]} --rounds 1-3 --out FILE" in html
+
     def test_a_file_of_sixty_rounds_has_two_megabytes_at_most(self, tmp_path):
         """Of rounds of 2,048 records, as PPO's defaults make them, whose numbers are noise; 0.9 MB are its own."""
         n, rng = 2_048, np.random.default_rng(0)

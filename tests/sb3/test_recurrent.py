@@ -208,6 +208,9 @@ def test_what_taught_a_decision_is_told(cart: whence.RunDirectory) -> None:
     log_prob = float(target(view, view.parameters(), records).detach())
     assert log_prob == pytest.approx(row["log_prob"], abs=1e-5)  # which its steps before give it
     assert len(compare_log_probs(cart, target)) == 3
+    keys = pl.DataFrame({"round": [2, 3], "record_id": [cart.round("records", 2)["record_id"][0], row["record_id"]]})
+    with pytest.raises(whence.WhenceError, match="flag those of one round"):
+        find_causes(cart, keys)
     for method in ("influence", "nearest"):
         causes = find_causes(cart, target, rounds=[3], method=method)
         # A record that trains on the same action with an advantage speaks for it, if that is positive.

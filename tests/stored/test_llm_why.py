@@ -114,7 +114,7 @@ class TestCommand:
         assert isinstance(done.exception, WhenceError)
         assert message in str(done.exception)
 
-    @pytest.mark.parametrize("option", [("--round", 1), ("--flagged",), ("--prompt", "a", "--response", "b")])
+    @pytest.mark.parametrize("option", [("--round", 1), ("--prompt", "a", "--response", "b")])
     def test_an_agents_run_is_refused(self, tmp_path, option):
         RunDirectory.create(tmp_path, {"rule": "IIF()"}).write_round("records", 1, pl.DataFrame({"record_id": [0]}))
         done = invoke("why", tmp_path, *option)

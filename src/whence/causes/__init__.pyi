@@ -17,6 +17,7 @@ from .retraining import LanguageTraining as LanguageTraining
 from .conditions import EXAMPLE as EXAMPLE
 from .conditions import select_where as select_where
 from .decisions import compare_log_probs as compare_log_probs
+from .decisions import read_actions as read_actions
 from .decisions import read_record as read_record
 from .finders import check_kind as check_kind
 from .grid_map import has_map as has_map

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from whence.causes.decisions import join_trees, read_log_probs
+from whence.causes.decisions import make_target, read_actions, read_log_probs
 from whence.causes.retraining import AgentTraining, Retraining
 from whence.core import Action, RecordBatch, named_tensors
 from whence.rounds import RoundRecording
@@ -34,7 +34,7 @@ from whence.stored.agents import (
 def open_agent(
     run: RunDirectory,
     tables: Mapping[int, pl.DataFrame],
-    behaviour: Action | None,
+    behaviour: Action | pl.DataFrame | None,
     training: AgentTraining,
     env: AnyEnv,
 ) -> Iterator[Retraining]:
@@ -49,6 +49,7 @@ def open_agent(
         ReplayError: the environment to test in cannot be made; see `measure_returns`.
     """
     model, recordings, recorded = load_trainable_rounds(run, list(tables), env=env)
+    behaviour = read_actions(run, behaviour, env=env) if isinstance(behaviour, pl.DataFrame) else behaviour
     last, episodes = recordings[-1].number, training.test_episodes
     name = "log-density" if isinstance(model.action_space, spaces.Box) else "log-probability"
     has_code = episodes and (env is not None or run.experiment.get("evaluate_with") != "envpool")
@@ -111,12 +112,7 @@ def _read_pairs(recordings: Sequence[RoundRecording], keys: pl.DataFrame) -> Act
         ids = keys.filter(pl.col("round") == recording.number)["record_id"].to_torch()
         if len(places := torch.isin(recording.records.ids, ids).nonzero()[:, 0]):
             parts.append(recording.records.take(places))
-    masks = [part.action_masks for part in parts if part.action_masks is not None]
-    return Action(
-        join_trees([part.observations for part in parts]),
-        torch.cat([part.actions for part in parts]),
-        torch.cat(masks) if masks else None,
-    )
+    return make_target(parts)
 
 
 def _list_notes(numbers: Sequence[int], recorded: Sequence[int]) -> list[str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
-from whence.causes.ranking import OnRound, average_nearest, score_rounds
+from whence.causes.ranking import OnRound, average_nearest, check_flagged, score_rounds
 from whence.core import Action, RecordBatch, Tree, WhenceError, as_view, eval_mode, suggest
 from whence.runs import RunDirectory
 from whence.sb3.episodes import explain_no_frames, open_env, render, to_env_actions, use_fresh_noise
@@ -73,7 +73,7 @@ class PlayedEpisode:
         """
         if not 0 <= step < len(self):
             raise WhenceError(f"The episode with seed {self.seed} has steps 0 to {len(self) - 1}, and no step {step}.")
-        return _make_target(self.records, step)
+        return make_target([self.records.take(slice(step, step + 1))])
 
     def choose_step(self) -> int:
         """Return the step whose action's probability rose most since the first round; of a density, its logarithm."""
@@ -81,24 +81,47 @@ class PlayedEpisode:
         return int((now.exp() - first.exp() if self.is_discrete else now - first).argmax())
 
 
-def _make_target(records: RecordBatch, place: int) -> Action:
-    """Return what was done in one record as a target; it is read with the record's action mask."""
-    single = records.take(slice(place, place + 1))
-    return Action(single.observations, single.actions, single.action_masks, single)
+def make_target(parts: Sequence[RecordBatch]) -> Action:
+    """Return what was done in records of some rounds as a target; it is read with the records' action masks.
+
+    Raises:
+        WhenceError: they are of several rounds, each with a history of its own, as of a recurrent policy.
+    """
+    if len(parts) == 1:
+        return Action(parts[0].observations, parts[0].actions, parts[0].action_masks, parts[0])
+    if parts[0].history is not None:
+        raise WhenceError("A recurrent policy is asked about records of one round: flag those of one round.")
+    masks = [part.action_masks for part in parts if part.action_masks is not None]
+    return Action(
+        join_trees([part.observations for part in parts]),
+        torch.cat([part.actions for part in parts]),
+        torch.cat(masks) if masks else None,
+    )
 
 
 def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = None) -> Action:
-    """Return what was done in a record of a round as a target.
+    """Return what was done in a record of a round as a target; see `read_actions`."""
+    return read_actions(run, pl.DataFrame({"round": [number], "record_id": [record]}), env=env)
+
+
+def read_actions(run: RunDirectory, keys: pl.DataFrame, *, env: AnyEnv = None) -> Action:
+    """Return what was done in stored records, by their `round` and `record_id`, as a target.
 
     Raises:
-        WhenceError: the round does not hold the record.
+        WhenceError: no record is named, or a round does not hold one; or see `make_target`.
         RunDirectoryError: the policy cannot be built again.
     """
-    table = run.round("records", number)
-    ids = table["record_id"].sort()
-    if record not in ids:
-        raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids[0]} to {ids[-1]}.")
-    return _make_target(read_records(run, number, load_agent(run, number, env=env), env=env, ids=[record]), 0)
+    check_flagged(run, keys)
+    parts = []
+    for (number,), group in keys.group_by("round", maintain_order=True):
+        ids = run.round("records", number)["record_id"].sort()
+        if missing := [record for record in group["record_id"] if record not in ids]:
+            raise WhenceError(
+                f"Record {missing[0]} is not in round {number}; its records go from {ids[0]} to {ids[-1]}."
+            )
+        model = load_agent(run, number, env=env)
+        parts.append(read_records(run, number, model, env=env, ids=group["record_id"].to_list()))
+    return make_target(parts)
 
 
 def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) -> tuple[float, float, bool]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import polars as pl
 
-from whence.causes.ranking import OnRound
+from whence.causes.ranking import KEYS, OnRound
 from whence.core import Action, WhenceError
 from whence.runs import RunDirectory
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from whence.causes.response_causes import Examples
     from whence.stored.agents import AnyEnv
 
-Behaviour: TypeAlias = "Action | Examples"
-"""What a run is asked about: an agent's actions in states, or a language model's responses to prompts."""
+Behaviour: TypeAlias = "Action | Examples | pl.DataFrame"
+"""What a run is asked about: an agent's actions in states, or a language model's responses to prompts; of either what
+stored records did, by their `round` and `record_id`, such as `run.flags()`.
+"""
 
 
 def find_causes(
@@ -43,8 +45,8 @@ def find_causes(
     Args:
         run: a run of an agent whose policy can be built again, finished or not; or a run of `whence llm train`, for
             "bm25" any run of a language model.
-        behaviour: actions in states, or `Examples`; a positive score speaks for the mean over them. Stored responses
-            get no scores themselves.
+        behaviour: actions in states, `Examples`, or the `round` and `record_id` of stored records; a positive score
+            speaks for the mean over them. Stored records that are asked about get no scores themselves.
         rounds: the rounds to score, from 1; None: all whose policy is there, for "bm25" all.
         method: a method by name.
         env: the environment of an agent whose configuration does not name it; see `whence.stored.load_round`.
@@ -59,16 +61,24 @@ def find_causes(
         WhenceError: the method is unknown, the behaviour does not fit the run, or the run was not made by the command.
         RunDirectoryError: the run holds no rounds, or the policy of a round was not kept or cannot be built again.
     """
+    stored = behaviour if isinstance(behaviour, pl.DataFrame) else None
+    if stored is not None and not run.is_language:
+        from whence.causes.decisions import read_actions
+
+        behaviour = read_actions(run, stored, env=env)
     if isinstance(behaviour, Action):
         check_kind(run, agents={"Action": behaviour})
         from whence.causes.decisions import find_decision_causes
 
-        return find_decision_causes(run, behaviour, rounds=rounds, method=method, env=env, on_round=on_round)
-    check_kind(run, agents={"env": env}, language={"Examples": behaviour})
-    # Transformers takes seconds to import.
-    from whence.causes.response_causes import find_response_causes
+        causes = find_decision_causes(run, behaviour, rounds=rounds, method=method, env=env, on_round=on_round)
+    else:
+        check_kind(run, agents={"env": env}, language={"Examples": behaviour})
+        # Transformers takes seconds to import.
+        from whence.causes.response_causes import find_response_causes
 
-    return find_response_causes(run, behaviour, rounds=rounds, method=method, on_round=on_round)
+        causes = find_response_causes(run, behaviour, rounds=rounds, method=method, on_round=on_round)
+    # A stored record that is asked about would speak for itself.
+    return causes if stored is None else causes.join(stored, on=KEYS, how="anti")
 
 
 def check_kind(

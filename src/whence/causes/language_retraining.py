@@ -9,12 +9,13 @@ from typing import Any
 import polars as pl
 import torch
 
+from whence.causes.ranking import KEYS
 from whence.causes.response_causes import Examples, read_examples
 from whence.causes.retraining import LanguageTraining, Retraining
 from whence.core import NonFinite, RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import Recipe, evaluate_log_probs, read_recipe, train_again
-from whence.llm.text import compute_rewards, find_columns, generate, read_chat
+from whence.llm.text import Reward, adapt_trl_reward, compute_rewards, find_columns, generate, read_chat
 from whence.runs import RunDirectory
 from whence.scores import check_parameters
 from whence.selection import read_weights
@@ -22,7 +23,9 @@ from whence.stored.language import (
     LanguageConfig,
     Task,
     digest_sources,
+    has_policy,
     hide_progress_bars,
+    knows_policies,
     list_policies,
     load_function,
     load_start_policy,
@@ -34,13 +37,19 @@ from whence.stored.language import (
 
 log = logging.getLogger(__name__)
 
+_SOURCES = ("model", "reward", "reward_model")
+"""What the trainings' outcomes depend on besides the run; further rewards have numbers."""
+
 SHORT = 32
 """Tokens up to which a response's whole log-probability is measured; of a longer one it is the mean of its tokens."""
 
 
 @contextmanager
 def open_language(
-    run: RunDirectory, tables: Mapping[int, pl.DataFrame], behaviour: Examples | None, training: LanguageTraining
+    run: RunDirectory,
+    tables: Mapping[int, pl.DataFrame],
+    behaviour: Examples | pl.DataFrame | None,
+    training: LanguageTraining,
 ) -> Iterator[Retraining]:
     """Open a language model's rounds to train again, the same way for the runs of every trainer; policies are models.
 
@@ -65,8 +74,9 @@ def open_language(
         rounds, notes = _read_rounds(run, tables, tokenizer, policy.device)
 
         def make_rows(left_out: pl.DataFrame) -> RecordBatch:
-            responses = Examples(records=left_out) if behaviour is None else behaviour
-            prompts = [{"prompt": prompt} for prompt, _ in responses.pairs]
+            responses = left_out if behaviour is None else behaviour
+            texts = responses.pairs if isinstance(responses, Examples) else []
+            prompts = [{"prompt": prompt} for prompt, _ in texts]
             make_target, _ = read_examples(run, responses)
             target = make_target(Task(policy, tokenizer, prompts, lambda *texts: [], None, None, None))
             assert target.rows is not None
@@ -97,8 +107,12 @@ def open_language(
             ended = _load_end(run, max(tables))
             return None if ended is None else ended.to(policy.device)
 
-        words, match = "these responses" if behaviour is None else behaviour.words, training.match
-        answers = [training.answers, match, training.reward]
+        words, stored, match = "these responses", {}, training.match
+        if isinstance(behaviour, Examples):
+            words = behaviour.words
+        elif behaviour is not None:
+            words, stored = f"one of {len(behaviour)} stored responses", {"records": behaviour.select(KEYS).rows()}
+        answers = [training.answers, match, *(training.rewards or (None,))]
         yield Retraining(
             records="rollouts",
             subject=words if match is None else f"“{match}”",
@@ -109,8 +123,9 @@ def open_language(
                 "model": training.model,
                 "contents": _digest_sources(run, training),
                 "measured": "log-probability",
+                **stored,
             },
-            notes=[*notes, f"Trained by {recipe.text}."],
+            notes=[*notes, *_list_unmeasured(tables, training), f"Trained by {recipe.text}."],
             make_rows=make_rows,
             read=read,
             train=train,
@@ -122,16 +137,17 @@ def open_language(
 def _digest_sources(run: RunDirectory, training: LanguageTraining) -> dict[str, str]:
     """Return digests of the model and the rewards that the trainings' outcomes depend on."""
     names = {"model": run.config.get("model"), **run.experiment} if run.is_trusted else {}
-    names |= {name: value for name in ("model", "reward") if (value := getattr(training, name)) is not None}
-    return digest_sources({name: names.get(name) for name in ("model", "reward", "reward_model")})
+    names |= {} if training.model is None else {"model": training.model}
+    names |= {"reward" if place == 0 else f"reward {place}": name for place, name in enumerate(training.rewards)}
+    return digest_sources({name: value for name, value in names.items() if name.split()[0] in _SOURCES})
 
 
 def _read_rounds(
     run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, device: Any
 ) -> tuple[dict[int, RecordBatch], list[str]]:
     """Return the rows of each round to train on, and what is to be said of them."""
-    is_known = run.experiment and run.is_trusted  # else the rounds' policies are not built again
-    stored = list_policies(run).rounds if is_known and "ppo" in run.config else []
+    is_known = "ppo" in run.config and run.is_trusted  # else the rounds' policies are not built again
+    stored = list_policies(run).rounds if is_known else []
     rows = {
         number: rebuild_rows(run, number) if number in stored else make_stored_rows(table, tokenizer, device)
         for number, table in tables.items()
@@ -149,12 +165,12 @@ def _weigh(table: pl.DataFrame, number: int, left_out: pl.DataFrame) -> torch.Te
 
 def _load_end(run: RunDirectory, number: int) -> Any:
     """Return the policy that the run itself had after a round; None: it was not kept."""
-    if not (run.experiment and run.is_trusted):
+    if not (run.is_trusted and knows_policies(run)):
         return None
     if number == run.rounds()[-1]:
         trained = load_trained_task(run)
         return None if trained is None else trained[0].model
-    return load_start_policy(run, number + 1)[0] if number + 1 in list_policies(run).rounds else None
+    return load_start_policy(run, number + 1)[0] if has_policy(run, number + 1) else None
 
 
 def _measure_log_prob(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:
@@ -169,20 +185,19 @@ def _measure_log_prob(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[st
 def _make_measure(
     run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, recipe: Recipe, training: LanguageTraining
 ) -> Callable[[Any, int], dict[str, float]]:
-    """Return what measures a policy by fresh answers to stored prompts: the share that holds a text, and the reward."""
-    answers, match = training.answers, training.match
-    grade = None if training.reward is None else load_function(training.reward)
-    if grade is None and run.experiment and answers:
-        grade = load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward
+    """Return what measures a policy by fresh answers to stored prompts: the share that holds a text, and rewards."""
+    answers, match, rewards = training.answers, training.match, _load_rewards(run, training)
     if match is not None and not answers:
         raise WhenceError("match is looked for in fresh answers, and answers is 0: ask for some, such as 256.")
-    if (grade is None and match is None) or not answers:
+    if not (rewards or match is not None) or not answers:
         return lambda policy, seed: {}
     table = pl.concat(tables.values(), how="diagonal_relaxed").unique("prompt", maintain_order=True)
     table = table.sample(min(answers, len(table)), seed=0, shuffle=True)
     table = pl.concat([table] * -(-answers // len(table))).head(answers)
+    chats = [read_chat(row, "prompt") for row in table.to_dicts()] if "chat.prompt" in table.columns else None
+    rewards = {name: adapt_trl_reward(each, chats) for name, each in rewards.items()}
     infos = {name[5:]: table[name].to_list() for name in table.columns if name.startswith("info.")}
-    columns = {} if grade is None else {name: infos[name] for name in find_columns(grade, list(infos))}
+    columns = {name: {key: infos[key] for key in find_columns(each, list(infos))} for name, each in rewards.items()}
     settings = run.config.get("ppo") or run.config.get("trl") or {}
     longest = max(int(each["response_ids"].list.len().max()) for each in tables.values())  # type: ignore[arg-type]
     sampling = PPOConfig(
@@ -198,12 +213,34 @@ def _make_measure(
             torch.manual_seed(seed)
             fresh = generate(policy, tokenizer, table["prompt_ids"].to_list(), sampling)
         outcomes = {} if match is None else {"share": sum(match in text for text in fresh.texts) / len(fresh.texts)}
-        if grade is not None:
+        for name, reward in rewards.items():
             try:
-                outcomes["reward"] = float(compute_rewards(grade, fresh.prompts, fresh.texts, columns).mean())
+                outcomes[name] = float(compute_rewards(reward, fresh.prompts, fresh.texts, columns[name]).mean())
             except NonFinite as error:  # of one answer; the other outcomes are measured
-                log.warning("Not measured, the reward of fresh answers: %s", error)
-                outcomes["reward"] = math.nan
+                log.warning("Not measured, the %s of fresh answers: %s", name, error)
+                outcomes[name] = math.nan
         return outcomes
 
     return measure
+
+
+def _load_rewards(run: RunDirectory, training: LanguageTraining) -> dict[str, Reward]:
+    """Return the rewards of fresh answers by their outcomes' names: of several those that the run's columns have."""
+    if not training.answers:
+        return {}
+    if not (names := training.rewards) and run.experiment:
+        return {"reward": load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward}
+    short = [name.rpartition(":")[2] for name in names]
+    outcomes = [f"reward.{name if short.count(last) > 1 else last}" for name, last in zip(names, short, strict=True)]
+    outcomes = ["reward"] if len(names) == 1 else outcomes
+    return dict(zip(outcomes, map(load_function, names), strict=True))
+
+
+def _list_unmeasured(tables: Mapping[int, pl.DataFrame], training: LanguageTraining) -> list[str]:
+    """Return a note on the rewards that the run has and no function measures."""
+    measured = {f"reward.{name.rpartition(':')[2]}" for name in training.rewards}
+    columns = dict.fromkeys(name for table in tables.values() for name in table.columns if name.startswith("reward."))
+    missing = [name for name in columns if name not in measured]
+    if not training.answers or not missing:
+        return []
+    return [f"Not measured: {', '.join(missing)}. Name each one's function: --reward FILE.PY:FUNCTION."]

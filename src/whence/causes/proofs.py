@@ -189,8 +189,9 @@ def prove(
     """
     if behaviour is None and left_out is None:
         raise WhenceError(
-            "Nothing says what to leave out. Name a behaviour, and a finder looks for its causes: --record 60437, of a "
-            "language model --prompt and --response. Or name the records: --flagged, of an agent --where."
+            "Nothing says what to leave out. Name a behaviour, and a finder looks for its causes: --why-flagged, of an "
+            "agent --record 60437, of a language model --prompt and --response. Or name the records: --flagged, of an "
+            "agent --where."
         )
     check_links(run.path)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
@@ -205,6 +206,7 @@ def prove(
         ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi")
         return ranked.sort("score", *KEYS, descending=[True, False, False])
 
+    is_stored = isinstance(behaviour, pl.DataFrame)  # these are not named for themselves: nor are a placebo's
     with _open(run, tables, behaviour, training, env) as retraining:
         uses_finder = left_out is None
         if left_out is None:
@@ -219,7 +221,7 @@ def prove(
                 return match_advantages(trained, left_out, generator)
             for _ in range(PLACEBOS):
                 places = generator.choice(len(others), min(len(rows), len(others)), replace=False)
-                ranked = rank(retraining.read(others[places]))
+                ranked = rank(others[places].select(KEYS) if is_stored else retraining.read(others[places]))
                 if SHARED * len(ranked.head(top).join(left_out, on=KEYS, how="semi")) <= top:
                     break
             else:  # whatever is asked about has these causes
@@ -257,7 +259,7 @@ def _open(
         run,
         agents={"Action": is_action, "AgentTraining": isinstance(training, AgentTraining), "env": env},
         language={
-            "Examples": behaviour is not None and not is_action,
+            "Examples": behaviour is not None and not is_action and not isinstance(behaviour, pl.DataFrame),
             "LanguageTraining": isinstance(training, LanguageTraining),
         },
     )

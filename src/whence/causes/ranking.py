@@ -8,6 +8,7 @@ import polars as pl
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core import WhenceError
 from whence.runs import RunDirectory
 from whence.scores import Moment, find_moments
 
@@ -25,6 +26,12 @@ OnRound = Callable[[int, int], None]
 
 Score = Callable[[int, pl.DataFrame], Mapping[str, Any]]
 """Returns columns to add to a round's table, `score` among them, by the round's number and table."""
+
+
+def check_flagged(run: RunDirectory, keys: pl.DataFrame) -> None:
+    """Refuse to ask about stored records where none is named."""
+    if keys.is_empty():
+        raise WhenceError(f"Nothing of {run.path} is flagged. Flag some on its page: whence view {run.path}.")
 
 
 def score_rounds(

@@ -11,7 +11,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from whence.causes.ranking import KEYS, OnRound, Score, average_nearest, score_rounds
+from whence.causes.ranking import OnRound, Score, average_nearest, check_flagged, score_rounds
 from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.llm.base import language_view, read_tokens
 from whence.llm.scores import ValidationLoss, score
@@ -37,16 +37,14 @@ class Examples:
     Attributes:
         prompts: one, or several: a text, or the messages of a chat. Where the run's are chats, a text is one message.
         responses: a text, or one for each of several prompts.
-        records: stored responses in place of texts, `round` and `record_id`, such as `run.flags()`.
     """
 
-    prompts: Prompt | Sequence[Prompt] = ()
-    responses: str | Sequence[str] = ()
-    records: pl.DataFrame | None = None
+    prompts: Prompt | Sequence[Prompt]
+    responses: str | Sequence[str]
 
     @property
     def pairs(self) -> list[tuple[Any, str]]:
-        """The prompts with their responses; none of stored ones."""
+        """The prompts with their responses."""
         if isinstance(self.responses, str):
             return [(self.prompts, self.responses)]
         return [*zip(self.prompts, self.responses, strict=True)]
@@ -56,12 +54,12 @@ class Examples:
         """What is asked about, in words."""
         if len(pairs := self.pairs) == 1:
             return f"“{pairs[0][1]}” after “{pairs[0][0]}”"
-        return f"one of {len(pairs if self.records is None else self.records)} responses"
+        return f"one of {len(pairs)} responses"
 
 
 def find_response_causes(
     run: RunDirectory,
-    behaviour: Examples,
+    behaviour: Examples | pl.DataFrame,
     *,
     rounds: Sequence[int] | None = None,
     method: str = INFLUENCE,
@@ -76,21 +74,18 @@ def find_response_causes(
     make_target, texts = read_examples(run, behaviour)
     by_gradients = partial(_score_round, run, make_target, method)
     score_round = _make_text_score(run, numbers, texts) if method == BM25 else by_gradients
-    causes = score_rounds(run, numbers, _COLUMNS, score_round, on_round)
-    # A stored response that is asked about would speak for itself.
-    return causes if (records := behaviour.records) is None else causes.join(records, on=KEYS, how="anti")
+    return score_rounds(run, numbers, _COLUMNS, score_round, on_round)
 
 
 def read_examples(
-    run: RunDirectory, behaviour: Examples
+    run: RunDirectory, behaviour: Examples | pl.DataFrame
 ) -> tuple[Callable[[Task], ValidationLoss], list[tuple[str, str]]]:
-    """Return what makes the target of responses from a task, and their texts."""
-    if (records := behaviour.records) is None:
+    """Return what makes the target of responses, or of stored ones by their keys, from a task, and their texts."""
+    if isinstance(behaviour, Examples):
         texts = [(join_messages(prompt), response) for prompt, response in behaviour.pairs]
         return partial(make_response_target, examples=behaviour.pairs), texts
-    if records.is_empty():
-        raise WhenceError(f"No response of {run.path} is flagged. Flag some on its page: whence view {run.path}.")
-    groups = records.group_by("round", maintain_order=True)
+    check_flagged(run, behaviour)
+    groups = behaviour.group_by("round", maintain_order=True)
     parts = [run.round("records", number).join(group, on="record_id", how="semi") for (number,), group in groups]
     table = pl.concat(parts, how="diagonal_relaxed")
 
@@ -108,13 +103,13 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
     if method == BM25:
         return numbers
     policies = list_policies(run)
-    if rounds is None:
+    if rounds is None and policies.rounds:
         return policies.rounds
     if missing := [number for number in numbers if number in policies.missing]:
         raise RunDirectoryError(
-            f"The policies of rounds {', '.join(map(str, missing))} of {run.path} were not kept, so their records "
-            f"cannot be scored by method={method!r}. To keep all, train with --settings '{policies.settings}'; or take "
-            "method='bm25', or rounds=None."
+            f"The policies of rounds {', '.join(map(str, missing))} of {run.path} were not kept: they are not in "
+            f"{policies.folder}. So their records cannot be scored by method={method!r}. To keep all, train with "
+            f"{policies.remedy}; or take method='bm25' (--by bm25), or other rounds."
         )
     return numbers
 
@@ -193,7 +188,7 @@ def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: f
         return float(target(view, params, rows)) * int(rows.observations["response_mask"].sum()) / len(rows)
 
 
-def measure_trained(run: RunDirectory, behaviour: Examples) -> float | None:
+def measure_trained(run: RunDirectory, behaviour: Examples | pl.DataFrame) -> float | None:
     """Return the mean log-probability of responses under the trained model; None: the run holds none yet.
 
     Raises:

@@ -46,7 +46,7 @@ class LanguageTraining:
     Attributes:
         match: a text; the share of fresh answers that hold it is measured first.
         answers: fresh answers, for match and the mean reward; 0: none.
-        reward: FILE.PY:FUNCTION, the reward of these answers; None: the run's, if known.
+        reward: FILE.PY:FUNCTION, the reward of these answers, or several; None: the run's, if known.
         model: the checkpoint before the first round, a folder or an id; None: the run's, if known.
         learning_rate: the trainings' learning rate; None: the run's.
         epochs: passes over a round; None: the run's.
@@ -54,10 +54,15 @@ class LanguageTraining:
 
     match: str | None = None
     answers: Natural = 256
-    reward: str | None = None
+    reward: str | Sequence[str] | None = None
     model: str | None = None
     learning_rate: Positive | None = None
     epochs: Count | None = None
+
+    @property
+    def rewards(self) -> list[str]:
+        """The rewards' names; none for the run's."""
+        return [self.reward] if isinstance(self.reward, str) else [*(self.reward or ())]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The page of runs as one HTML file that needs no network; and the same page for a server."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -90,24 +91,27 @@ Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
 
 
 def write_report(
-    shown: RunDirectory | ExploredRun,
+    shown: RunDirectory | ExploredRun | Sequence[ExploredRun],
     path: Path,
     *,
     env: AnyEnv = None,
     rounds: Sequence[int] | None = None,
     on_round: OnRound | None = None,
 ) -> None:
-    """Write the page of a run, atomically.
+    """Write the page of a run, or of several to be compared, atomically.
 
     Args:
-        shown: a run, which need not be finished, nor have any round.
+        shown: a run, which need not be finished, nor have any round; or several.
         path: the file.
         env: the environment, for frames; None: the run's own.
-        rounds: those to embed; None: 24, evenly spread, and those of findings. The page says how many there are.
+        rounds: those to embed; None: 24, of several runs 12 of each, evenly spread, and those of findings. The page
+            says how many there are.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
-    write_page(path, render_runs([run], [choose_rounds(run, rounds, EMBEDDED_ROUNDS)], on_round))
+    shown = ExploredRun(shown, env=env) if isinstance(shown, RunDirectory) else shown
+    runs = [shown] if isinstance(shown, ExploredRun) else shown
+    most = EMBEDDED_ROUNDS if len(runs) == 1 else COMPARED_ROUNDS
+    write_page(path, render_runs(runs, [choose_rounds(run, rounds, most) for run in runs], on_round))
 
 
 def write_page(path: Path, html: str) -> None:
@@ -124,11 +128,13 @@ def render_runs(
     notes: list[str] = []
     directories = _name_runs(runs)
     first, is_alone = runs[0].directory, len(runs) == 1
-    if rounds is not None and len(rounds[0]) < len(stored := first.rounds()):
-        others = f"{stored[0]}-{stored[:EMBEDDED_ROUNDS][-1]}"
+    held, stored = sum(map(len, rounds or ())), [number for run in runs for number in run.directory.rounds()]
+    if rounds is not None and held < len(stored):
+        names = shlex.join(str(run.directory.path) for run in runs[1:])
+        others = f"{names} --rounds {stored[0]}-{first.rounds()[:EMBEDDED_ROUNDS][-1]}{' --out FILE' * (not is_alone)}"
         notes.append(
-            f"This file holds {len(rounds[0])} of the {len(stored):,} rounds. `{runs[0].name_command('view')}` shows "
-            f"all of them; `{runs[0].name_command('report', f'--rounds {others}')}` writes others."
+            f"This file holds {held} of the {len(stored):,} rounds. `{runs[0].name_command('view', names)}` shows all "
+            f"of them; `{runs[0].name_command('report', others.strip())}` writes others."
         )
     _, seed = identify_run(first)
     done, planned = len(first.table("metrics")), runs[0].planned

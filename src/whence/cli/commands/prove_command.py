@@ -33,7 +33,7 @@ _TITLES = {"all": "with all", "without": "without these", "random": "without ran
 _TESTS = make_field_options(causes.AgentTraining, names=["test_episodes"], panel=options.AGENTS)
 _LANGUAGE = make_field_options(
     causes.LanguageTraining,
-    names=["match", "answers", "reward", "model", "learning_rate", "epochs"],
+    names=["match", "answers", "model", "learning_rate", "epochs"],
     panel=options.LANGUAGE,
 )
 
@@ -42,6 +42,9 @@ _LANGUAGE = make_field_options(
 def prove(
     run: Annotated[Path, typer.Argument(help="The directory of a run, or of rollouts scored by whence llm score.")],
     flagged: Annotated[bool, typer.Option("--flagged", help="Leave out what was flagged on the run's page.")] = False,
+    why_flagged: Annotated[
+        bool, typer.Option("--why-flagged", help="The behaviour: what was flagged; leave out what taught it.")
+    ] = False,
     by: Annotated[str, typer.Option(help="The finder of what taught it; see whence why --help.")] = "nearest",
     top: Annotated[int, typer.Option(help="How many records it names.", min=1)] = 64,
     rounds: Annotated[str | None, options.optional(help="A stretch of rounds to train: 1-20. (default: all)")] = None,
@@ -63,6 +66,13 @@ def prove(
     policy: options.PolicyClass = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
+    reward: Annotated[
+        list[str] | None,
+        options.language_option(
+            help="A reward of fresh answers; repeat it for more. (default: the run's, if known)",
+            metavar="FILE.PY:FUNCTION",
+        ),
+    ] = None,
     **fields: Any,
 ) -> None:
     """Prove what taught a policy a behaviour: train again without those records, and see whether it is gone.
@@ -72,13 +82,13 @@ def prove(
     the same finder names for what another record did; of records that you name, they are others of near advantages.
 
     After each training it measures the log-probability of the behaviour; of an agent the test return, and of a language
-    model by fresh answers the mean reward and the share that holds a text (--match). It says which of these fall or
-    rise by more than without the others. It says nothing if training on all records does not give the run.
+    model by fresh answers the mean of each reward and the share that holds a text (--match). It says which of these
+    fall or rise by more than without the others. It says nothing if training on all records does not give the run.
 
-    Name a behaviour, and a finder (--by) names the records: of an agent --record, --episode-seed and --step, or
-    --observation and --action; of a language model --prompt and --response. Or name the records: --flagged, of an agent
-    --where. Without a behaviour, it measures the log-probability of what these records did. Interrupted, the same
-    command continues.
+    Name a behaviour, and a finder (--by) names the records: --why-flagged, as whence why --flagged; of an agent
+    --record, --episode-seed and --step, or --observation and --action; of a language model --prompt and --response. Or
+    name the records: --flagged, of an agent --where. Without a behaviour, it measures the log-probability of what these
+    records did. Interrupted, the same command continues.
 
     Example: whence prove runs/lander --where "action = 1 and advantage < 0" --rounds 30
 
@@ -88,6 +98,7 @@ def prove(
     agents = {"--record": record, "--episode-seed": episode_seed, "--step": step}
     written = {"--observation": observation, "--action": action}
     tests, language = parse_fields(_TESTS, fields), parse_fields(_LANGUAGE, fields)
+    language |= {"reward": reward} if reward else {}
     causes.check_kind(
         directory,
         agents={**agents, **written, "--where": where, "--env": env, **_name_options(tests)},
@@ -101,6 +112,8 @@ def prove(
     if len(prompt or []) != len(response or []):
         raise WhenceError("--prompt and --response go together, as often as one likes: they are the behaviour.")
     has_decision = any(option is not None for option in (*agents.values(), *written.values()))
+    if why_flagged and (has_decision or prompt):
+        raise WhenceError("--why-flagged and other options both name the behaviour; give one of them.")
     if flagged and where is not None:
         raise WhenceError("--flagged and --where both name the records to leave out; give one of them.")
     require_training(directory)
@@ -114,7 +127,10 @@ def prove(
                 raise WhenceError(f"--where is {where!r}, which holds for no record of these rounds.")
         behaviour: Any = None
         words = None
-        if has_decision:
+        if why_flagged:
+            behaviour = directory.flags()
+            words = f"one of {len(behaviour)} flagged {'responses' if directory.is_language else 'records'}"
+        elif has_decision:
             explored = ExploredRun(directory, env=env)
             behaviour, decision = choose_decision(explored, episode_seed, step, record, observation, action)
             words = decision.what

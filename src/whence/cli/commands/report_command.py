@@ -2,7 +2,7 @@
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 from urllib.parse import urlsplit
 
 import typer
@@ -20,9 +20,14 @@ from whence.core import WhenceError
 from whence.page import CONTINUATIONS, ExploredRun, write_report
 from whence.runs import RunDirectory, find_content
 
+Others: TypeAlias = Annotated[
+    list[Path] | None, typer.Argument(help="Further runs, to be compared on one page.", show_default=False)
+]
+
 
 def report(
     path: Annotated[Path, typer.Argument(help="A run directory, or the directory of a comparison.")],
+    others: Others = None,
     out: Annotated[Path | None, options.optional(help="The file to write. (default: report.html in PATH)")] = None,
     env: options.ReplayEnv = None,
     policy: options.PolicyClass = None,
@@ -30,30 +35,33 @@ def report(
     rounds: Annotated[
         str | None,
         options.optional(
-            help="Rounds to embed, such as 1,5,10-50:10. (default: 24 and those of findings, of a comparison 12 a run)"
+            help="Rounds to embed, such as 1,5,10-50:10. (default: 24 and those of findings; of several runs 12 each)"
         ),
     ] = None,
     json: options.AsJson = False,
 ) -> None:
-    """Write the page of a run or a comparison: one HTML file that needs no network.
+    """Write the page of runs or a comparison: one HTML file that needs no network.
 
     It shows the rounds so far if a run is not finished. `whence view` serves the same page, live, with every record.
 
     Example: whence report runs/lander
     """
+    if others and out is None:
+        raise WhenceError("The page of several runs belongs to none of them. Name its file: --out compared.html.")
     out = out or path / "report.html"
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise WhenceError(f"--out is {out}; name the file to write, such as {out.stem or 'report'}.html.")
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
     with RoundBar() as bar:
-        if find_content(path) == "comparison":
+        if not others and find_content(path) == "comparison":
             require_laboratory("The page of a comparison")
             from whence import lab
 
             comparison = lab.load_comparison(path, trust=trust)
             lab.write_comparison(comparison, out, env=env, rounds=chosen, on_round=bar.update)
         else:
-            write_report(_open_run(path, env, trust=trust), out, rounds=chosen, on_round=bar.update)
+            runs = _open_runs([path, *(others or ())], env, trust=trust)
+            write_report(runs, out, rounds=chosen, on_round=bar.update)
     if json:
         print_json({"path": str(out)})
     else:
@@ -62,9 +70,7 @@ def report(
 
 def view(
     run: Annotated[Path, typer.Argument(help="A run directory, or the directory of a comparison.")],
-    others: Annotated[
-        list[Path] | None, typer.Argument(help="Further runs, to be compared on one page.", show_default=False)
-    ] = None,
+    others: Others = None,
     env: options.ReplayEnv = None,
     policy: options.PolicyClass = None,
     trust: options.Trust = False,
@@ -86,11 +92,7 @@ def view(
     """
     from whence.page import server  # a report needs no server's libraries
 
-    paths = [each for path in (run, *(others or ())) for each in _list_runs(path)]
-    runs = [_open_run(path, env, trust=trust) for path in paths]
-    if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
-        for each in runs:
-            each.label = str(each.directory.path)
+    runs = _open_runs([run, *(others or ())], env, trust=trust)
 
     def announce(url: str) -> None:
         if json:
@@ -106,9 +108,14 @@ def view(
         print_line("Ended.")
 
 
-def _open_run(path: Path, env: str | None, *, trust: bool) -> ExploredRun:
-    directory = RunDirectory.open(path, trust=trust)
-    return ExploredRun(directory, env=env, about=describe_training(directory))
+def _open_runs(paths: list[Path], env: str | None, *, trust: bool) -> list[ExploredRun]:
+    """Return runs, and those of comparisons, by names that differ."""
+    directories = [RunDirectory.open(each, trust=trust) for path in paths for each in _list_runs(path)]
+    runs = [ExploredRun(directory, env=env, about=describe_training(directory)) for directory in directories]
+    if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
+        for each in runs:
+            each.label = str(each.directory.path)
+    return runs
 
 
 def _list_runs(path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import polars as pl
 import typer
 
 from whence import causes
@@ -56,6 +57,9 @@ def why(
     top: Annotated[
         int, typer.Option(help="Moments, records, or tokens and rows of the target, to list at either end.", min=1)
     ] = 10,
+    flagged: Annotated[
+        bool, typer.Option("--flagged", help="What was flagged on the run's page: decisions, or responses.")
+    ] = False,
     trust: options.Trust = False,
     json: options.AsJson = False,
     episode_seed: options.EpisodeSeed = None,
@@ -67,9 +71,6 @@ def why(
     policy: options.PolicyClass = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
-    flagged: Annotated[
-        bool, options.language_option("--flagged", help="The answers: those flagged on the run's page.")
-    ] = False,
     round: Annotated[int | None, options.language_option(help="The round of the response. (default: the last)")] = None,
 ) -> None:
     """Tell what taught the present policy what it does: the records of all rounds that speak for it.
@@ -77,8 +78,8 @@ def why(
     Every record of every round is scored at the policy that collected it. Above 0 it speaks for the behaviour: by
     nearest, something went better than expected and pushed the policy the same way, or worse and the other way.
 
-    Of an agent it asks about a decision. Without options, it plays an episode and asks about the step whose action's
-    probability rose most since the first round.
+    Of an agent it asks about a decision, or flagged ones. Without options, it plays an episode and asks about the step
+    whose action's probability rose most since the first round.
 
     Of a language model it asks about responses to prompts: --prompt and --response, or --flagged. Else it shows which
     tokens of a stored response its score comes from, and at which rows of the target it pulls: the parts of the tokens
@@ -105,7 +106,7 @@ def why(
     causes.check_kind(
         directory,
         agents={"--episode-seed": episode_seed, "--step": step, **written, "--out": out, "--env": env},
-        language={"--prompt": prompt or None, "--flagged": flagged, "--round": round, "--by bm25": by == "bm25"},
+        language={"--prompt": prompt or None, "--round": round, "--by bm25": by == "bm25"},
     )
     if directory.is_language and not (prompts or flagged):
         _explain_score(directory, round, record, top, json)
@@ -115,9 +116,15 @@ def why(
         content = {"prompts": prompts, "responses": responses, "flagged": flagged} | describe_causes(view)
     else:
         explored = ExploredRun(directory, env=env)
+        target: Action | pl.DataFrame
         with errors.status("Reading the decision …"):
             naming = episode_seed, step, record, observation, action
-            target, decision = choose_decision(explored, *naming, with_frame=out is not None)
+            if not flagged:
+                target, decision = choose_decision(explored, *naming, with_frame=out is not None)
+            elif naming == (None,) * len(naming):
+                target, decision = directory.flags(), _describe_flagged(explored)
+            else:
+                raise WhenceError("--flagged and other options both name decisions; give one of them.")
         with RoundBar("rounds", "scoring") as bar:
             framed = 0 if out is None else pictures.ACROSS
             view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
@@ -125,7 +132,7 @@ def why(
         if out is not None:
             pictures.draw_causes(view, out)
             content["picture"] = str(out)
-        if not json and (step, record, observation, action) == (None, None, None, None):
+        if not (json or flagged) and (step, record, observation, action) == (None, None, None, None):
             print_line(
                 "Of the episode's steps, this is the one whose action's probability rose most since the first round."
             )
@@ -164,6 +171,14 @@ def choose_decision(
     return _play_step(explored, episode_seed or 0, step, with_frame=with_frame)
 
 
+def _describe_flagged(run: ExploredRun) -> Decision:
+    """Return what was done in the flagged records in words, with its mean log-probability."""
+    flags = run.directory.flags()
+    actions = causes.read_actions(run.directory, flags, env=run.env)
+    what = f"What was done in one of {len(flags)} flagged records, which are not listed, by the geometric mean"
+    return Decision(what, *causes.compare_log_probs(run.directory, actions, env=run.env))
+
+
 def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: bool) -> tuple[Action, Decision]:
     episode = causes.play_episode(run.directory, seed=seed, env=run.env)
     step = episode.choose_step() if step is None else step
@@ -183,7 +198,7 @@ def _gather_response_causes(
 
     Their present log-probability is that under the trained model, or under the policy of the last scored round.
     """
-    behaviour, notes = causes.Examples(prompts, responses, run.flags() if flagged else None), list[str]()
+    behaviour, notes = run.flags() if flagged else causes.Examples(prompts, responses), list[str]()
     what = f"One of {len(responses)} responses, by the geometric mean"
     if len(responses) == 1:
         what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"
@@ -199,7 +214,7 @@ def _gather_response_causes(
         if policies.missing:
             notes.append(
                 f"The policies of {len(policies.missing)} of {len(run.rounds())} rounds were not kept, so their "
-                f"records are not scored. To keep all, train with --settings '{policies.settings}'. Without policies: "
+                f"records are not scored. To keep all, train with {policies.remedy}. Without policies: "
                 "--by bm25."
             )
         if trained is None:

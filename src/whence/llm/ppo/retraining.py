@@ -91,13 +91,18 @@ def read_recipe(config: Mapping[str, Any], learning_rate: float | None = None, e
     return Recipe(**settings)
 
 
-def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's settings by TRL's; a run's configuration holds those that differ from TRL's defaults."""
+def read_trl_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TRL's settings of a run's training; its configuration holds those that differ from TRL's defaults."""
     import trl  # takes seconds
 
     kind = trl.RLOOConfig if config.get("algorithm") == "rloo" else trl.GRPOConfig
     defaults = {name: field.default for name, field in kind.__dataclass_fields__.items()}
-    args = {**defaults, **config["trl"]}
+    return {**defaults, **config["trl"]}
+
+
+def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's settings by TRL's."""
+    args = read_trl_settings(config)
     accumulation, processes = args["gradient_accumulation_steps"], config.get("processes", 1)
     epsilon, highest = args.get("epsilon", 0.2), args.get("epsilon_high")
     return {
@@ -105,10 +110,10 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
         "epochs": args["num_iterations"],
         "step_rows": args["per_device_train_batch_size"] * accumulation * processes,
         "clip_range": (epsilon, epsilon if highest is None else highest),
-        "beta": 0.0 if kind is trl.RLOOConfig else args["beta"],  # RLOO's divergence is part of its rewards
+        "beta": 0.0 if config.get("algorithm") == "rloo" else args["beta"],  # RLOO's divergence is part of its rewards
         "corrected": bool(args.get("use_bias_correction_kl")),
         "averages_rows": ROW_LOSSES.get(args.get("loss_type", "grpo"), "sum") == "mean",
-        "max_grad_norm": args["max_grad_norm"],
+        "max_grad_norm": args["max_grad_norm"] or None,  # 0 is no clipping
         "weight_decay": args["weight_decay"],
         "schedule": str(getattr(args["lr_scheduler_type"], "value", args["lr_scheduler_type"])),
         "warmup": int(args.get("warmup_steps") or 0),
@@ -160,8 +165,8 @@ def train_again(
                         _accumulate(model, rows, trained, (old, references[number]), weights[number], recipe)
                         if recipe.max_grad_norm is not None:
                             torch.nn.utils.clip_grad_norm_(params, recipe.max_grad_norm)
-                        optimizer.step()
-                        optimizer.zero_grad()
+                    optimizer.step()  # without gradients it moves nothing, and the schedule goes by it
+                    optimizer.zero_grad()
                     scheduler.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in params):
         raise NonFinite("Training diverged: a parameter is not finite. Lower the learning rate: --learning-rate.")

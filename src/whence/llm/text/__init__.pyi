@@ -19,6 +19,7 @@ from .prompts import read_prompts as read_prompts
 from .rewards import NO_COLUMNS as NO_COLUMNS
 from .rewards import Columns as Columns
 from .rewards import Reward as Reward
+from .rewards import adapt_trl_reward as adapt_trl_reward
 from .rewards import classifier as classifier
 from .rewards import compute_rewards as compute_rewards
 from .rewards import find_columns as find_columns

@@ -100,6 +100,29 @@ def find_columns(reward: Reward, columns: Collection[str]) -> list[str]:
     return [one.name for one in further if one.kind in by_name and one.name in columns]
 
 
+def adapt_trl_reward(reward: Reward, chats: Sequence[Any] | None = None) -> Reward:
+    """Return a reward of TRL's form, which is called with `completions` by name, as a reward; another one as it is.
+
+    Args:
+        reward: a reward function.
+        chats: the prompts' messages, for a function that gets chats; None: it gets texts.
+    """
+    parameters = inspect.signature(reward).parameters
+    if "completions" not in parameters:
+        return reward
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+    def compute(prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]) -> Sequence[float]:
+        arguments = {**columns, "prompts": prompts, "completions": responses}
+        if chats is not None:
+            completions = [[{"role": "assistant", "content": text}] for text in responses]
+            arguments |= {"prompts": chats, "completions": completions}
+        return reward(**{name: value for name, value in arguments.items() if takes_all or name in parameters})
+
+    compute.__name__ = _reward_name(reward)
+    return compute
+
+
 def _reward_name(reward: Reward) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 

@@ -42,7 +42,7 @@ log = logging.getLogger("whence")
 _FILE = "whence.safetensors"
 """What whence adds to a checkpoint: the run's id, and what Transformers does not keep."""
 
-_RUN_ID = "id"
+RUN_ID = "id"
 """The note that tells a run's checkpoints from those of another run that was in the same directory before."""
 
 _LIBRARIES = ("whence", "torch", "transformers", "trl", "accelerate")
@@ -50,7 +50,7 @@ _NOT_OF_THE_STEPS = (
     *("save_strategy", "save_steps", "save_total_limit"),
     *("logging_strategy", "logging_steps", "report_to", "disable_tqdm"),
 )
-_MAY_CHANGE = ("rounds", *(f"trl.{name}" for name in _NOT_OF_THE_STEPS))
+_MAY_CHANGE = ("rounds", "output_dir", *(f"trl.{name}" for name in _NOT_OF_THE_STEPS))
 _ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed")
 # They say nothing of the training, and hub_token is a secret.
 _OF_THE_HUB = ("hub_", "push_to_hub")
@@ -80,7 +80,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 f"steps_per_generation is {batches} and gradient_accumulation_steps {accumulation}; a round of a run "
                 "directory is a generation batch, so the first has to be a multiple of the second."
             )
-        self._steps = trainer.args.num_iterations * (batches // accumulation)
+        self._steps = count_steps(trainer.args)
         self._clears_after: int | None = None
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._texts: dict[str, Any] = {}
@@ -92,11 +92,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Return the last whole checkpoint of this run, not of one that was in the directory before."""
         if not (self.recorder.path / "config.json").exists():
             return None
-        run_id = RunDirectory.open(self.recorder.path).notes.get(_RUN_ID, "")
+        run_id = RunDirectory.open(self.recorder.path).notes.get(RUN_ID, "")
         folders = reversed(_list_checkpoints(self._trainer.args.output_dir).items())
         for step, folder in folders:
             try:
-                if (folder / _FILE).exists() and load_tree(folder / _FILE)["run"] == run_id:
+                if read_run_id(folder) == run_id:
                     _check_files(folder)
                     return Checkpoint(step // self._steps, {}, folder)
             except RunDirectoryError as damage:
@@ -171,8 +171,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             recorder.continue_after(checkpoint)
             recorder.note_resumption()
         self._clears_after = state.global_step if checkpoint is not None or (shared and not state.global_step) else None
-        if _RUN_ID not in recorder.directory.notes:
-            recorder.directory.note(**{_RUN_ID: uuid.uuid4().hex})
+        if RUN_ID not in recorder.directory.notes:
+            recorder.directory.note(**{RUN_ID: uuid.uuid4().hex})
         recorder.plan_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -188,7 +188,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if self.recorder.writes:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             content = {
-                "run": self.recorder.directory.notes[_RUN_ID],
+                "run": self.recorder.directory.notes[RUN_ID],
                 "processes": states,
                 "files": read_digests(folder),
             }
@@ -311,10 +311,25 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo",
             **self._about,
             **describe_run(trainer, model, trainer.reward_funcs, prompts=trainer.train_dataset),
-            **{"rounds": rounds, "seed": trainer.args.seed},
+            **{"rounds": rounds, "seed": trainer.args.seed, "output_dir": self._name_output_dir()},
             **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
             "trl": _list_settings(trainer.args),
         }
+
+    def _name_output_dir(self) -> str:
+        """Return the folder of Transformers' checkpoints; inside the run's directory, which may move, from there."""
+        folder, run = Path(self._trainer.args.output_dir).resolve(), self.recorder.path.resolve()
+        return str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
+
+
+def count_steps(args: Any) -> int:
+    """Return the optimiser's steps of a round, a generation batch, by TRL's settings."""
+    return int(args.num_iterations * (args.steps_per_generation // args.gradient_accumulation_steps))
+
+
+def read_run_id(checkpoint: Path) -> str | None:
+    """Return the id that the notes of a checkpoint's run hold; None of a checkpoint that whence has not completed."""
+    return load_tree(checkpoint / _FILE)["run"] if (checkpoint / _FILE).exists() else None
 
 
 def read_progress(checkpoint: Path) -> Any:

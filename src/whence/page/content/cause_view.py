@@ -144,7 +144,7 @@ def describe_target(
 
 def gather_causes(
     run: ExploredRun,
-    target: Action,
+    target: Action | pl.DataFrame,
     decision: Decision,
     *,
     by: str,
@@ -156,7 +156,7 @@ def gather_causes(
 
     Args:
         run: the run of an agent.
-        target: what is asked about.
+        target: what is asked about; or the stored records in which it was done.
         decision: the same in words.
         by: a key of `SCORED`.
         most: the most moments at either end.

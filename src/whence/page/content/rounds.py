@@ -17,12 +17,16 @@ from whence.page.content.record_grid import EMBEDDED, RESPONSES, STEPS, Column, 
 from whence.page.content.responses import describe_text, list_group, list_prompts
 from whence.page.content.short_json import cut_text, round_numbers
 from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
+from whence.stored.language import knows_policies
 
 
 def name_commands(run: ExploredRun) -> dict[str, str | None]:
-    """Return the commands that an opened record names; None: no policy is known, or not how to build its model again."""
+    """Return the commands that an opened record names; None: no policy is known, or not how to make it again."""
     config = run.directory.config
-    can_explain = bool(run.directory.experiment) or config.get("rollouts" if run.is_language else "policy") is not None
+    if run.is_language:
+        can_explain = "rollouts" in config or knows_policies(run.directory)
+    else:
+        can_explain = bool(run.directory.experiment) or config.get("policy") is not None
     why = run.name_command("why", "--record {record}") if can_explain else None
     return {"view": run.name_command("view"), "why": why}
 

@@ -3,9 +3,12 @@ from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig
 from .language_config import describe as describe
 from .language_config import digest_sources as digest_sources
+from .language_config import knows_policies as knows_policies
+from .policies import has_policy as has_policy
+from .policies import list_policies as list_policies
+from .policies import load_trained_task as load_trained_task
 from .rounds import Explanation as Explanation
 from .rounds import explain_response as explain_response
-from .rounds import list_policies as list_policies
 from .rounds import load_start_policy as load_start_policy
 from .rounds import make_stored_rows as make_stored_rows
 from .rounds import rebuild_round as rebuild_round
@@ -16,7 +19,6 @@ from .tasks import load_checkpoint as load_checkpoint
 from .tasks import load_function as load_function
 from .tasks import load_language_model as load_language_model
 from .tasks import load_task as load_task
-from .tasks import load_trained_task as load_trained_task
 from .tasks import make_response_target as make_response_target
 from .tasks import make_sampling_config as make_sampling_config
 from .tasks import make_scored_target as make_scored_target

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from whence.core import LANGUAGE_UNITS, WhenceError, suggest
 from whence.engines import ENGINES
-from whence.runs import digest_content
+from whence.runs import RunDirectory, digest_content
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic", "loophole", "smollm2")
@@ -190,6 +190,11 @@ SOURCE = (
     *("demonstrations", "test_dataset", "test_reward"),
 )
 """The fields for a user's model and data."""
+
+
+def knows_policies(run: RunDirectory) -> bool:
+    """Return whether a run's configuration says where its policies are: of any training by whence's trainers."""
+    return bool(run.is_language and (run.experiment or "ppo" in run.config or "output_dir" in run.config))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 import torch
@@ -18,8 +18,10 @@ from whence.core import (
     RunDirectoryError,
     Target,
     Unsupported,
+    describe_part,
     preserve_rng_state,
     rows_of,
+    show,
 )
 from whence.llm.base import (
     EXTRA_PADDING,
@@ -47,18 +49,22 @@ from whence.llm.scores import (
     split_mean,
 )
 from whence.llm.text import Responses, split_text
-from whence.runs import RunDirectory, checkpoint_path
-from whence.stored.language.language_config import LanguageConfig
+from whence.runs import RunDirectory
+from whence.stored.language.language_config import LanguageConfig, knows_policies
+from whence.stored.language.policies import (
+    check_origin,
+    check_trained,
+    has_policy,
+    load_run_task,
+    read_settings,
+    require_policy,
+)
 from whence.stored.language.tasks import (
     Task,
     hide_progress_bars,
     load_checkpoint,
-    load_task,
-    load_trained_model,
     make_scored_target,
-    make_trainer_config,
     make_validation_target,
-    read_config,
     scoring_memory,
 )
 
@@ -87,7 +93,7 @@ class RebuiltRound:
 def rebuild_round(
     run: RunDirectory, number: int, *, make_target: Callable[[Task], Target] | None = None
 ) -> RebuiltRound:
-    """Return a round of a run of `whence llm train`, as it was scored.
+    """Return a round of a run, as it was scored.
 
     Args:
         run: the run's directory.
@@ -96,47 +102,58 @@ def rebuild_round(
 
     Raises:
         RunDirectoryError: the round or its policy is not there; the message says how to keep policies.
-        WhenceError: the run was not made by the command, or its model or data are not there.
-        Unsupported: the target's rows were drawn in the round and not kept.
+        WhenceError: see `check_origin`; or the run's model or data are not there.
+        Unsupported: the target's rows were drawn in the round and not kept, or the objective was not.
     """
     if run.config.get("algorithm") == SCORED and make_target is None:
         return _rebuild_scored(run, number)
-    config, table = read_config(run), run.round("records", number)
-    scored_by = str((run.config.get("target") or {}).get("target", ""))  # empty for a run without scores
+    check_origin(run)
+    scored_by = str((run.config.get("target") or {}).get("target"))  # "None" of a run without scores
+    make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(scored_by)
     if make_target is None:
-        _check_kept_target(run, scored_by)
-    settings = make_trainer_config(config, str(run.path))
-    policy = _locate_policy(run, config, settings, number)
-    if policy is not None and not policy.exists():
-        raise RunDirectoryError(
-            f"The policy that drew the responses of round {number} was not kept: {policy} is not there. Round 1 needs "
-            f"no checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'."
-        )
-    torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
-    task = load_task(config, rewards=False)
-    task.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if config.algorithm == "ppo":
-        size = settings.mini_batch_size
+        _check_kept_target(run, is_mean=make_mean is not None)
+    policy, settings, table = require_policy(run, number), read_settings(run), run.round("records", number)
+    if "trl" not in run.config:
+        task, size = load_run_task(run), settings.mini_batch_size
         model, rows, objective = _rebuild_ppo(run, number, task, settings, table, policy)
     else:
-        size = settings.per_device_train_batch_size
-        model, rows, objective = _rebuild_trl(run, task, settings, table, policy)
-    make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(scored_by)
+        task, size = load_run_task(run, policy), settings.per_device_train_batch_size
+        rows, objective = _rebuild_trl_rows(run, task, settings, table)
+        model = task.model
+    check_trained(run, model)
+    _check_objective(run, objective)
     if make_target is None and make_mean is not None:
         target = make_mean(rows, batch_size=size)
     else:
         target = (make_target or make_validation_target)(task)
-    scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
+    memory = scoring_memory(LanguageConfig.from_json(run.experiment)) if run.experiment else None
+    scoring = Scoring(target, objective, float(settings.temperature), "auto", memory, size)
     return RebuiltRound(model, task.tokenizer, table, rows, scoring)
 
 
-def _check_kept_target(run: RunDirectory, target: str) -> None:
-    """Refuse a run whose scores are of what each round had drawn or done, and of what was not kept."""
-    is_of_steps = target == MeanObjective.__qualname__
-    if is_of_steps or run.config.get("held_out"):
-        what = "the objective of the steps that were taken" if is_of_steps else "over responses that were drawn"
+def _check_kept_target(run: RunDirectory, *, is_mean: bool) -> None:
+    """Refuse a run whose scores are of what each round had drawn or done, or of a script, and of what was not kept."""
+    target = run.config.get("target") or {}
+    what = None
+    if target.get("target") == MeanObjective.__qualname__:
+        what = "the objective of the steps that were taken in each round"
+    elif run.config.get("held_out"):
+        what = "over responses that were drawn in each round"
+    elif not run.experiment and (not is_mean or target.get("rows") is not None):
+        what = "of the script"
+    if what is not None:
+        raise Unsupported(f"The target of this run is {what} and not kept, so its scores cannot be taken apart.")
+
+
+def _check_objective(run: RunDirectory, objective: Objective) -> None:
+    """Refuse a script's run whose objective was not its trainer's, since what it named is not made again."""
+    if not run.experiment and (stored := run.config.get("objective")) not in (
+        None,
+        describe_part("objective", objective),
+    ):
         raise Unsupported(
-            f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
+            f"{run.path} was scored by an objective of the script's, {show(stored)}, which is not stored. Its "
+            "texts can be compared: --by bm25."
         )
 
 
@@ -170,16 +187,16 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
         model: the checkpoint, a folder or an id; None: the run's own.
 
     Raises:
-        RunDirectoryError: the policy was not kept; or the run was made by a script and no checkpoint was given.
+        RunDirectoryError: the policy was not kept, or is not known, and no checkpoint was given.
     """
     if model is None and run.config.get("algorithm") == SCORED:
         model = run.trusted(run.config["model"])
     if model is not None:
         return load_checkpoint(model, run.config.get("dtype", "float32"))
-    if not run.experiment:
+    if not knows_policies(run) or (run.is_trusted and not has_policy(run, number)):
         raise RunDirectoryError(
-            f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
-            "its checkpoint: --model FOLDER."
+            f"The policy before round {number} of {run.path} was not kept, or it is not known where it is. Name its "
+            "checkpoint: --model FOLDER."
         )
     rebuilt = rebuild_round(run, number, make_target=lambda task: SequenceReturn())
     return getattr(rebuilt.model, "language_model", rebuilt.model), rebuilt.tokenizer
@@ -188,43 +205,6 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
 def rebuild_rows(run: RunDirectory, number: int) -> RecordBatch:
     """Return the rows of a round as it trained on them, with the advantage of each token, by its policy."""
     return rebuild_round(run, number, make_target=lambda task: SequenceReturn()).rows
-
-
-def _locate_policy(run: RunDirectory, config: LanguageConfig, settings: Any, number: int) -> Path | None:
-    """Return where the checkpoint of a round's policy is, or would be; None: it is the start model."""
-    if number == 1:
-        return None
-    if config.algorithm == "ppo":
-        return checkpoint_path(run.path, number - 1)
-    return run.path / "trl" / f"checkpoint-{(number - 1) * settings.num_iterations}"
-
-
-def _tell_how_to_keep(config: LanguageConfig) -> str:
-    if config.algorithm == "ppo":
-        return f'{{"save_every": 1, "keep_checkpoints": {config.rounds}}}'
-    return '{"save_strategy": "steps", "save_steps": 1}'
-
-
-class StoredPolicies(NamedTuple):
-    """The rounds whose policy is there, those whose policy was not kept, and the settings that keep all, as JSON."""
-
-    rounds: list[int]
-    missing: list[int]
-    settings: str
-
-
-def list_policies(run: RunDirectory) -> StoredPolicies:
-    """Return which rounds' policies are there.
-
-    Raises:
-        WhenceError: the run was not made by `whence llm train`.
-    """
-    config = read_config(run)
-    settings, rounds, missing = make_trainer_config(config, str(run.path)), list[int](), list[int]()
-    for number in run.rounds():
-        path = _locate_policy(run, config, settings, number)
-        (rounds if path is None or path.exists() else missing).append(number)
-    return StoredPolicies(rounds, missing, _tell_how_to_keep(config))
 
 
 def _rebuild_ppo(
@@ -243,10 +223,10 @@ def _rebuild_ppo(
     return model, rollout.rows, TokenPPO(clip_range=settings.cliprange)
 
 
-def _rebuild_trl(
-    run: RunDirectory, task: Task, settings: Any, table: pl.DataFrame, policy: Path | None
-) -> tuple[Any, RecordBatch, Objective]:
-    """Return the policy, the rows with the advantages that TRL gave, and the objective."""
+def _rebuild_trl_rows(
+    run: RunDirectory, task: Task, settings: Any, table: pl.DataFrame
+) -> tuple[RecordBatch, Objective]:
+    """Return the rows with the advantages that TRL gave, and the objective."""
     objective, multiple = make_group_objective(settings), getattr(settings, "pad_to_multiple_of", None)
     ids, attended, mask = read_tokens(table, task.tokenizer.pad_token_id, task.model.device)
     widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
@@ -255,9 +235,8 @@ def _rebuild_trl(
     columns: Any = {**rows.observations, EXTRA_PADDING: widths.max() - widths}
     rows = rows.with_columns({"observations": columns})
     if objective.beta:
-        rows = add_reference(rows, task.model, settings.temperature, 64)
-    model = task.model if policy is None else load_trained_model(task.model, policy)
-    return model, rows, objective
+        rows = add_reference(rows, load_run_task(run).model, settings.temperature, 64)
+    return rows, objective
 
 
 def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | None) -> Int[Tensor, " n"]:

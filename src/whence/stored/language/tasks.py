@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from whence.core import Target, WhenceError, first_line, load_plugin, preserve_rng_state, suggest
+from whence.core import Target, WhenceError, first_line, load_plugin, suggest
 from whence.llm.base import PPOConfig, add_adapter, check_kernels, choose_loader, has_adapter, list_tokens, load_adapter
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
@@ -32,7 +32,6 @@ from whence.llm.text import (
     list_columns,
     read_prompts,
 )
-from whence.runs import RunDirectory
 from whence.stored.language.language_config import LanguageConfig, search_first
 
 
@@ -146,7 +145,7 @@ def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
     """Return a task of the user's; without rewards, its reward refuses to be called, and there is no test."""
     prompts = load_data(str(config.dataset))
     demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
-    reward: Reward = _refuse_reward
+    reward: Reward = refuse_reward
     test, evaluate_model = None, None
     if rewards:
         reward = load_function(config.reward) if config.reward else _load_reward_model(config)
@@ -164,7 +163,8 @@ def prepare_test(config: LanguageConfig, test: Any, reward: Reward) -> tuple[Any
     return test, partial(_measure_reward, make_sampling_config(config), test, reward)
 
 
-def _refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+def refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """Stand for the reward of a task that is looked at."""
     raise WhenceError("A stored run's reward is not loaded: reading a run runs no code that the run names.")
 
 
@@ -371,29 +371,3 @@ def load_trained_model(model: Any, folder: Path) -> Any:
         return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
     load_adapter(model, folder)
     return model
-
-
-def read_config(run: RunDirectory) -> LanguageConfig:
-    """Return the configuration of a run of `whence llm train` that is trusted."""
-    if not run.is_language or not run.experiment:
-        raise WhenceError(
-            f"{run.path} is no run of `whence llm train`, so its model and data are not known. Its texts can be "
-            "compared nevertheless (--by bm25); in the script, whence.llm.score_tokens takes scores apart."
-        )
-    return LanguageConfig.from_json(run.trusted(run.experiment))
-
-
-@hide_progress_bars()
-@preserve_rng_state()
-def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
-    """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there.
-
-    Raises:
-        WhenceError: the run was not made by `whence llm train`, or its model or data are not there.
-    """
-    config, folder = read_config(run), run.path / "model"
-    if not folder.is_dir():
-        return None
-    task = load_task(config, rewards=False)
-    task = replace(task, model=load_trained_model(task.model, folder))
-    return task, float(make_trainer_config(config, str(run.path)).temperature)

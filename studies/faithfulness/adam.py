@@ -1,0 +1,143 @@
+"""Cheap scores under Adam: is one that costs two snapshots at most truer than the snapshot?
+
+Run: `python -m studies.faithfulness.adam results/faithfulness [--only lunarlander] [--workers 1]`. Plain PPO with
+Stable-Baselines3's default Adam trains environments on seeds that no other part of the study has. The scores of an
+early, a middle and a later round are held against 100 trainings on random halves, in two orders that all halves share.
+A finished round is not studied again. Training runs are kept in `--runs`. The page is adam.md.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import polars as pl
+import torch
+import typer
+from torch import Tensor
+
+from studies.faithfulness.means import over_seeds
+from studies.faithfulness.retraining import study
+from studies.faithfulness.run import OPTIMIZERS, SETUPS, Job
+from studies.faithfulness.scores import list_cheap_scores
+from studies.faithfulness.smoothed import score_smoothed
+from studies.shared import Only, Out, Runs, Workers, cell, read_list, report, run_jobs, table, write_line, write_page
+from whence import Return, lab, stored
+from whence.lab import read_rows
+from whence.lab.rounds import attribute_round
+from whence.runs import RunDirectory
+
+ROUNDS = {"lunarlander": (5, 15, 40), "frozenlake": (2, 5, 9), "acrobot": (3, 15, 40), "minigrid": (3, 12, 30)}
+"""The rounds of each environment; FrozenLake's, Acrobot's and MiniGrid's are those of `studies.faithfulness.run`."""
+
+SEEDS = range(120, 125)
+SHARE, HALVES, ORDERS = 0.5, 100, 2
+DRAWS = 16
+REPEATS = 3
+"""How often a cheap score is timed; the shortest counts."""
+
+COSTLY = ("unrolled", f"smoothed, {DRAWS} draws")
+KEYS = ("env", "seed", "round")
+
+
+def main(out: Out, runs: Runs = Path("out/adam"), only: Only = "", workers: Workers = 1) -> None:
+    """Study the rounds that are not there yet, and write adam.md."""
+    jobs = [(env, seed) for env in ROUNDS for seed in SEEDS if f"{env}/{seed}".startswith(only)]
+    run_jobs(study_seed, jobs, out, runs, workers=workers)
+    write_tables(out)
+
+
+def study_seed(env: str, seed: int, out: Path, runs: Path) -> None:
+    """Train a run where that is not done, and study its rounds."""
+    torch.set_num_threads(1)
+    numbers, rows, path = ROUNDS[env], out / "adam.parquet", runs / env / f"seed_{seed}"
+    missing = [number for number in numbers if (env, seed, number) not in read_rows(rows, KEYS)]
+    if not missing:
+        return
+    settings = {"seed": seed, "rounds": numbers[-1], "eval_episodes": 0, **OPTIMIZERS["adam"]}
+    lab.run(lab.configure(preset=SETUPS[env, "adam"].preset, **settings), path, recordings=list(numbers))
+    for number in missing:
+        model, recording = stored.load_recording(RunDirectory.open(path), number)
+        judged = judge(model.policy, recording, Job(env, "adam", seed).chance(number))
+        write_line(rows, {"env": env, "seed": seed, "round": number, **judged}, KEYS)
+        report(f"{env}, seed {seed}, round {number}")
+
+
+def judge(policy: Any, recording: Any, seed: int) -> dict[str, Any]:
+    """Return how each score of a round predicts halves of it, the CPU seconds that it takes, and the ceiling."""
+    target = Return()
+    costly = (
+        lambda: attribute_round(policy, recording, target=target, method="unrolled").scores,
+        lambda: score_smoothed(policy, recording, target=target, draws=DRAWS, seed=seed),
+    )
+    cheap = list_cheap_scores(policy, recording, target=target, seed=seed)
+    timed = {name: measure(function, REPEATS) for name, function in cheap.items()}
+    timed |= {name: measure(function, 1) for name, function in zip(COSTLY, costly, strict=True)}
+    scores = {name: values.double().cpu().numpy() for name, (values, _) in timed.items()}
+    settings = {"share": SHARE, "count": HALVES, "orders": ORDERS, "recorded": False}
+    result = study(policy, recording, scores, target=target, seed=seed, **settings)
+    by_score = {row["score"]: row for row in result.table.filter(outcome="target").to_dicts()}
+    rows = [{"score": name, "lds": by_score[name]["lds"], "seconds": timed[name][1]} for name in scores]
+    outcomes = result.outcomes["reshuffled"]["target"].tolist()
+    return {"ceiling": by_score["snapshot"]["ceiling"], "scores": rows, "outcomes": outcomes}
+
+
+def measure(function: Callable[[], Tensor], repeats: int) -> tuple[Tensor, float]:
+    """Return what a function returns, and the CPU seconds that its shortest call took."""
+    seconds = []
+    for _ in range(repeats):
+        began = process_time()
+        values = function()
+        seconds.append(process_time() - began)
+    return values, min(seconds)
+
+
+def write_tables(out: Path) -> None:
+    """Write adam.md: means over the rounds of a seed, then over seeds with 95% t intervals; and each round."""
+    rows = read_list(out / "adam.parquet", KEYS)
+    parts = []
+    for env in ROUNDS:
+        if chosen := [row for row in rows if row["env"] == env]:
+            parts += [f"## {env}", tabulate(chosen), "LDS in each round:", tabulate_rounds(chosen)]
+    write_page(out / "adam.md", "# Cheap scores under Adam\n\nBy `python -m studies.faithfulness.adam`.", *parts)
+
+
+def tabulate(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the figures of every score."""
+    lines = [["score", "cost, snapshots", "LDS", "minus snapshot", "rounds below it"]]
+    for place, name in enumerate(list_names(rows)):
+        entries = [
+            {
+                "seed": row["seed"],
+                "lds": row["scores"][place]["lds"],
+                "gain": row["scores"][place]["lds"] - row["scores"][0]["lds"],
+                "cost": row["scores"][place]["seconds"] / row["scores"][0]["seconds"],
+            }
+            for row in rows
+        ]
+        frame = pl.DataFrame(entries)
+        gains = [cell(over_seeds(frame, "gain")), f"{sum(frame['gain'] < 0)} of {len(rows)}"] if place else ["", ""]
+        cost = f"{median(frame['cost']):.1f}" if name not in COSTLY else f"{median(frame['cost']):.0f}"
+        lines.append([name, cost, cell(over_seeds(frame, "lds")), *gains])
+    ceiling = over_seeds(pl.DataFrame([{"seed": row["seed"], "ceiling": row["ceiling"]} for row in rows]), "ceiling")
+    return table([*lines, ["*ceiling*", "", cell(ceiling), "", ""]])
+
+
+def tabulate_rounds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the LDS of every score, a line for each, round by round."""
+    head = ["seed, round", *(f"{row['seed']}, {row['round']}" for row in rows)]
+    lines = [
+        [name, *(cell(row["scores"][place]["lds"], digits=2) for row in rows)]
+        for place, name in enumerate(list_names(rows))
+    ]
+    return table([head, *lines, ["*ceiling*", *(cell(row["ceiling"], digits=2) for row in rows)]])
+
+
+def list_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the scores, the snapshot's first; every round has the same."""
+    return [score["score"] for score in rows[0]["scores"]]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -3,29 +3,44 @@
 Run: `python -m studies.faithfulness.adam results/faithfulness [--only lunarlander] [--workers 1]`. Plain PPO with
 Stable-Baselines3's default Adam trains environments on seeds that no other part of the study has. The scores of an
 early, a middle and a later round are held against 100 trainings on random halves, in two orders that all halves share.
-A finished round is not studied again. Training runs are kept in `--runs`. The page is adam.md.
+A finished round is not studied again; `--again` holds its cheap scores anew against the trainings that are stored.
+Training runs are kept in `--runs`. The page is adam.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import process_time
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import polars as pl
 import torch
 import typer
 from torch import Tensor
 
 from studies.faithfulness.means import over_seeds
-from studies.faithfulness.retraining import study
+from studies.faithfulness.retraining import measure_agreement, study
 from studies.faithfulness.run import OPTIMIZERS, SETUPS, Job
 from studies.faithfulness.scores import list_cheap_scores
 from studies.faithfulness.smoothed import score_smoothed
-from studies.shared import Only, Out, Runs, Workers, cell, read_list, report, run_jobs, table, write_line, write_page
+from studies.shared import (
+    Only,
+    Out,
+    Row,
+    Runs,
+    Workers,
+    cell,
+    read_list,
+    report,
+    run_jobs,
+    table,
+    write_line,
+    write_page,
+)
 from whence import Return, lab, stored
 from whence.lab import read_rows
-from whence.lab.rounds import attribute_round
+from whence.lab.rounds import attribute_round, compute_lds, draw_subsets
 from whence.runs import RunDirectory
 
 ROUNDS = {"lunarlander": (5, 15, 40), "frozenlake": (2, 5, 9), "acrobot": (3, 15, 40), "minigrid": (3, 12, 30)}
@@ -37,50 +52,70 @@ DRAWS = 16
 REPEATS = 3
 """How often a cheap score is timed; the shortest counts."""
 
-COSTLY = ("unrolled", f"smoothed, {DRAWS} draws")
+UNROLLED, SMOOTHED = "unrolled", f"smoothed, {DRAWS} draws"
 KEYS = ("env", "seed", "round")
 
 
-def main(out: Out, runs: Runs = Path("out/adam"), only: Only = "", workers: Workers = 1) -> None:
+def main(
+    out: Out,
+    runs: Runs = Path("out/adam"),
+    only: Only = "",
+    workers: Workers = 1,
+    again: Annotated[bool, typer.Option(help="Score finished rounds again.")] = False,
+) -> None:
     """Study the rounds that are not there yet, and write adam.md."""
     jobs = [(env, seed) for env in ROUNDS for seed in SEEDS if f"{env}/{seed}".startswith(only)]
-    run_jobs(study_seed, jobs, out, runs, workers=workers)
+    run_jobs(study_seed, jobs, out, runs, again, workers=workers)
     write_tables(out)
 
 
-def study_seed(env: str, seed: int, out: Path, runs: Path) -> None:
-    """Train a run where that is not done, and study its rounds."""
+def study_seed(env: str, seed: int, out: Path, runs: Path, again: bool) -> None:
+    """Train a run where that is not done, and study its rounds, those that are there only `again`."""
     torch.set_num_threads(1)
     numbers, rows, path = ROUNDS[env], out / "adam.parquet", runs / env / f"seed_{seed}"
-    missing = [number for number in numbers if (env, seed, number) not in read_rows(rows, KEYS)]
-    if not missing:
+    known = {number: read_rows(rows, KEYS).get((env, seed, number)) for number in numbers}
+    chosen = [number for number, row in known.items() if bool(row) == again]
+    if not chosen:
         return
     settings = {"seed": seed, "rounds": numbers[-1], "eval_episodes": 0, **OPTIMIZERS["adam"]}
     lab.run(lab.configure(preset=SETUPS[env, "adam"].preset, **settings), path, recordings=list(numbers))
-    for number in missing:
+    for number in chosen:
         model, recording = stored.load_recording(RunDirectory.open(path), number)
-        judged = judge(model.policy, recording, Job(env, "adam", seed).chance(number))
+        judged = judge(model.policy, recording, Job(env, "adam", seed).chance(number), known[number])
         write_line(rows, {"env": env, "seed": seed, "round": number, **judged}, KEYS)
         report(f"{env}, seed {seed}, round {number}")
 
 
-def judge(policy: Any, recording: Any, seed: int) -> dict[str, Any]:
-    """Return how each score of a round predicts halves of it, the CPU seconds that it takes, and the ceiling."""
-    target = Return()
-    costly = (
-        lambda: attribute_round(policy, recording, target=target, method="unrolled").scores,
-        lambda: score_smoothed(policy, recording, target=target, draws=DRAWS, seed=seed),
-    )
+def judge(policy: Any, recording: Any, seed: int, known: Row | None = None) -> dict[str, Any]:
+    """Return how each score of a round predicts halves of it, the CPU seconds that it takes, and the ceiling.
+
+    Of a `known` row the outcomes of trainings stay, and the costly scores.
+    """
+    target, chance = Return(), torch.Generator().manual_seed(seed)
+    halves = draw_subsets(len(recording.records), SHARE, HALVES, chance).double().numpy()
+    settings = {"share": SHARE, "count": HALVES, "orders": ORDERS, "recorded": False, "seed": seed}
+    if known is None:
+        result = study(policy, recording, {}, target=target, **settings)
+        outcomes = result.outcomes["reshuffled"]["target"]
+    else:
+        outcomes = np.array(known["outcomes"])
+
+    def compare(name: str, function: Callable[[], Tensor], repeats: int) -> Row:
+        values, seconds = measure(function, repeats)
+        lds = compute_lds(halves @ values.double().cpu().numpy(), outcomes.mean(axis=0))["lds"]
+        return {"score": name, "lds": lds, "seconds": seconds}
+
     cheap = list_cheap_scores(policy, recording, target=target, seed=seed)
-    timed = {name: measure(function, REPEATS) for name, function in cheap.items()}
-    timed |= {name: measure(function, 1) for name, function in zip(COSTLY, costly, strict=True)}
-    scores = {name: values.double().cpu().numpy() for name, (values, _) in timed.items()}
-    settings = {"share": SHARE, "count": HALVES, "orders": ORDERS, "recorded": False}
-    result = study(policy, recording, scores, target=target, seed=seed, **settings)
-    by_score = {row["score"]: row for row in result.table.filter(outcome="target").to_dicts()}
-    rows = [{"score": name, "lds": by_score[name]["lds"], "seconds": timed[name][1]} for name in scores]
-    outcomes = result.outcomes["reshuffled"]["target"].tolist()
-    return {"ceiling": by_score["snapshot"]["ceiling"], "scores": rows, "outcomes": outcomes}
+    rows = [compare(name, function, REPEATS) for name, function in cheap.items()]
+    if known is None:
+        costly = {
+            UNROLLED: lambda: attribute_round(policy, recording, target=target, method="unrolled").scores,
+            SMOOTHED: lambda: score_smoothed(policy, recording, target=target, draws=DRAWS, seed=seed),
+        }
+        rows += [compare(name, function, 1) for name, function in costly.items()]
+    else:
+        rows += [row for row in known["scores"] if row["score"] in (UNROLLED, SMOOTHED)]
+    return {"ceiling": measure_agreement(outcomes), "scores": rows, "outcomes": outcomes.tolist()}
 
 
 def measure(function: Callable[[], Tensor], repeats: int) -> tuple[Tensor, float]:
@@ -118,8 +153,8 @@ def tabulate(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         frame = pl.DataFrame(entries)
         gains = [cell(over_seeds(frame, "gain")), f"{sum(frame['gain'] < 0)} of {len(rows)}"] if place else ["", ""]
-        cost = f"{median(frame['cost']):.1f}" if name not in COSTLY else f"{median(frame['cost']):.0f}"
-        lines.append([name, cost, cell(over_seeds(frame, "lds")), *gains])
+        digits = 0 if name in (UNROLLED, SMOOTHED) else 1
+        lines.append([name, f"{median(frame['cost']):.{digits}f}", cell(over_seeds(frame, "lds")), *gains])
     ceiling = over_seeds(pl.DataFrame([{"seed": row["seed"], "ceiling": row["ceiling"]} for row in rows]), "ceiling")
     return table([*lines, ["*ceiling*", "", cell(ceiling), "", ""]])
 

@@ -98,8 +98,9 @@ def list_cheap_scores(
     at them. Adam's metric is `1 / (sqrt(v_hat) + eps)`, of its state before the round unless another is named.
 
     - "snapshot": `(first, f' first)`. "last": `(last, f' last)`. "two ends": the mean of both.
-    - "metric": f' times the metric. "first steps": of the state after `FIRST_STEPS` steps of the round. "orders": of
-      the mean square of the clipped gradients of all minibatches of `METRIC_ORDERS` orders, at the first parameters.
+    - "metric": f' times the metric. "last metric": of the state after the round. "first steps": of the state after
+      `FIRST_STEPS` steps of it. "orders": of the mean square of the clipped gradients of all minibatches of
+      `METRIC_ORDERS` orders, at the first parameters.
     - "target's end": the mean of `(first, f' last)` and `(last, f' last)`: the target moves from its last value.
     - "soft edge": at the last parameters the edge of the clip range has the width of `smoothed`.
     - "one step": the derivative of a step of Adam on all records at once, times f', by each record's weight. It has
@@ -137,12 +138,15 @@ def list_cheap_scores(
         "metric, orders": lambda: product(first, _metric_of_orders(full, seed) * gradient(first)),
         "one step": lambda: _differentiate_one_step(full, gradient(first)),
         "last": lambda: product(last, gradient(last)),
+        "last, soft edge": lambda: product(last, gradient(last), soft),
+        "last, last metric": lambda: product(last, metric(last) * gradient(last)),
+        "last, last metric, soft edge": lambda: product(last, metric(last) * gradient(last), soft),
         "two ends": two_ends,
         "two ends, metric": lambda: two_ends(metric(first)),
         "two ends, last metric": lambda: two_ends(metric(last)),
         "two ends, soft edge": lambda: two_ends(late=soft),
+        "two ends, last metric, soft edge": lambda: two_ends(metric(last), soft),
         "target's end": to_the_end,
-        "target's end, last metric": lambda: to_the_end(metric(last)),
         "target's end, last metric, soft edge": lambda: to_the_end(metric(last), soft),
     }
 

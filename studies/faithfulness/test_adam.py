@@ -124,19 +124,20 @@ def test_products_at_both_ends(plain: Plain, cheap: Any) -> None:
     ends = {name: plain.score("last", metric * last) for name, metric in metrics.items()}
     assert agree(cheap["snapshot"], starts[""])
     assert agree(cheap["metric"], starts[", metric"])
-    assert agree(cheap["last"], ends[""])
     for name in metrics:
         assert agree(cheap["two ends" + name], (starts[name] + ends[name]) / 2)
-    for name in ("", ", last metric"):
-        vector = metrics[name] * last
-        both = (plain.score("first", vector) + plain.score("last", vector)) / 2
-        assert agree(cheap["target's end" + name], both)
-        assert not agree(cheap["two ends" + name], both)
+    softs = {name: plain.score("last", metrics[name] * last, 0.05) for name in ("", ", last metric")}
+    for name, soft in softs.items():
+        assert agree(cheap["last" + name], ends[name])
+        assert agree(cheap["last" + name + ", soft edge"], soft)
+        assert not agree(soft, ends[name])  # some ratios are past the edge
+        assert agree(cheap["two ends" + name + ", soft edge"], (starts[name] + soft) / 2)
+    to_the_end = plain.score("first", last)
+    assert agree(cheap["target's end"], (to_the_end + ends[""]) / 2)
+    assert not agree(to_the_end, starts[""])
     vector = metrics[", last metric"] * last
-    soft = (plain.score("first", vector) + plain.score("last", vector, 0.05)) / 2
-    assert agree(cheap["target's end, last metric, soft edge"], soft)
-    assert not agree(soft, cheap["target's end, last metric"])  # some ratios are past the edge
-    assert agree(cheap["two ends, soft edge"], (starts[""] + plain.score("last", last, 0.05)) / 2)
+    both = (plain.score("first", vector) + softs[", last metric"]) / 2
+    assert agree(cheap["target's end, last metric, soft edge"], both)
 
 
 def test_the_metric_of_first_steps_is_that_of_their_end(plain: Plain, cheap: Any) -> None:
@@ -184,14 +185,18 @@ def test_a_round_is_studied_once_from_end_to_end(tmp_path: Path, monkeypatch: py
     for name, value in {"ROUNDS": {"frozenlake": (2,)}, "HALVES": 3, "DRAWS": 2, "SEEDS": range(120, 122)}.items():
         monkeypatch.setattr(adam, name, value)
     for seed in (120, 121):
-        adam.study_seed("frozenlake", seed, tmp_path, tmp_path / "runs")
+        adam.study_seed("frozenlake", seed, tmp_path, tmp_path / "runs", again=False)
     rows = read_list(tmp_path / "adam.parquet", adam.KEYS)
-    monkeypatch.setattr(adam, "judge", None)
-    adam.study_seed("frozenlake", 120, tmp_path, tmp_path / "runs")  # nothing is done twice
-    adam.write_tables(tmp_path)
     assert [(row["seed"], row["round"]) for row in rows] == [(120, 2), (121, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(adam, "study", None)
+        adam.study_seed("frozenlake", 120, tmp_path, tmp_path / "runs", again=False)  # nothing is done twice
+        adam.study_seed("frozenlake", 120, tmp_path, tmp_path / "runs", again=True)
+    adam.write_tables(tmp_path)
     figures = [{row["score"]: row["lds"] for row in content["scores"]} for content in rows]
-    assert [*figures[0]][-2:] == [*adam.COSTLY]
+    again = {row["score"]: row["lds"] for row in read_list(tmp_path / "adam.parquet", adam.KEYS)[0]["scores"]}
+    assert again == figures[0]
+    assert [*figures[0]][-2:] == [adam.UNROLLED, adam.SMOOTHED]
     assert np.shape(rows[0]["outcomes"]) == (2, 3)
     gain = np.mean([each["two ends"] - each["snapshot"] for each in figures])
     page = (tmp_path / "adam.md").read_text(encoding="utf-8").splitlines()

@@ -8,6 +8,7 @@ Training runs are kept in `--runs`. The page is adam.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -48,11 +49,10 @@ ROUNDS = {"lunarlander": (5, 15, 40), "frozenlake": (2, 5, 9), "acrobot": (3, 15
 
 SEEDS = range(120, 125)
 SHARE, HALVES, ORDERS = 0.5, 100, 2
-DRAWS = 16
+DRAWS = (4, 16)
 REPEATS = 3
 """How often a cheap score is timed; the shortest counts."""
 
-UNROLLED, SMOOTHED = "unrolled", f"smoothed, {DRAWS} draws"
 KEYS = ("env", "seed", "round")
 
 
@@ -107,14 +107,14 @@ def judge(policy: Any, recording: Any, seed: int, known: Row | None = None) -> d
 
     cheap = list_cheap_scores(policy, recording, target=target, seed=seed)
     rows = [compare(name, function, REPEATS) for name, function in cheap.items()]
-    if known is None:
-        costly = {
-            UNROLLED: lambda: attribute_round(policy, recording, target=target, method="unrolled").scores,
-            SMOOTHED: lambda: score_smoothed(policy, recording, target=target, draws=DRAWS, seed=seed),
-        }
-        rows += [compare(name, function, 1) for name, function in costly.items()]
-    else:
-        rows += [row for row in known["scores"] if row["score"] in (UNROLLED, SMOOTHED)]
+    costly: dict[str, Callable[[], Tensor]] = {
+        "unrolled": lambda: attribute_round(policy, recording, target=target, method="unrolled").scores
+    }
+    for draws in DRAWS:
+        smooth = partial(score_smoothed, policy, recording, target=target, draws=draws, seed=seed)
+        costly[f"smoothed, {draws} draws"] = smooth
+    stored_rows = {} if known is None else {row["score"]: row for row in known["scores"]}
+    rows += [stored_rows.get(name) or compare(name, function, 1) for name, function in costly.items()]
     return {"ceiling": measure_agreement(outcomes), "scores": rows, "outcomes": outcomes.tolist()}
 
 
@@ -153,8 +153,8 @@ def tabulate(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         frame = pl.DataFrame(entries)
         gains = [cell(over_seeds(frame, "gain")), f"{sum(frame['gain'] < 0)} of {len(rows)}"] if place else ["", ""]
-        digits = 0 if name in (UNROLLED, SMOOTHED) else 1
-        lines.append([name, f"{median(frame['cost']):.{digits}f}", cell(over_seeds(frame, "lds")), *gains])
+        cost = median(frame["cost"])
+        lines.append([name, f"{cost:.1f}" if cost < 10 else f"{cost:.0f}", cell(over_seeds(frame, "lds")), *gains])
     ceiling = over_seeds(pl.DataFrame([{"seed": row["seed"], "ceiling": row["ceiling"]} for row in rows]), "ceiling")
     return table([*lines, ["*ceiling*", "", cell(ceiling), "", ""]])
 

@@ -182,21 +182,22 @@ def test_one_step_is_the_derivative_of_adams_on_all_records(plain: Plain, cheap:
 def test_a_round_is_studied_once_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hyperparameters": {"n_steps": 64, "batch_size": 32, "n_epochs": 2}}
     monkeypatch.setitem(adam.OPTIMIZERS, "adam", {"optimizer": "Adam", **small})
-    for name, value in {"ROUNDS": {"frozenlake": (2,)}, "HALVES": 3, "DRAWS": 2, "SEEDS": range(120, 122)}.items():
+    for name, value in {"ROUNDS": {"frozenlake": (2,)}, "HALVES": 3, "DRAWS": (2,), "SEEDS": range(120, 122)}.items():
         monkeypatch.setattr(adam, name, value)
     for seed in (120, 121):
         adam.study_seed("frozenlake", seed, tmp_path, tmp_path / "runs", again=False)
     rows = read_list(tmp_path / "adam.parquet", adam.KEYS)
     assert [(row["seed"], row["round"]) for row in rows] == [(120, 2), (121, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(adam, "study", None)
+        for name in ("study", "score_smoothed", "attribute_round"):
+            patch.setattr(adam, name, pytest.fail)
         adam.study_seed("frozenlake", 120, tmp_path, tmp_path / "runs", again=False)  # nothing is done twice
         adam.study_seed("frozenlake", 120, tmp_path, tmp_path / "runs", again=True)
     adam.write_tables(tmp_path)
     figures = [{row["score"]: row["lds"] for row in content["scores"]} for content in rows]
     again = {row["score"]: row["lds"] for row in read_list(tmp_path / "adam.parquet", adam.KEYS)[0]["scores"]}
     assert again == figures[0]
-    assert [*figures[0]][-2:] == [adam.UNROLLED, adam.SMOOTHED]
+    assert [*figures[0]][-2:] == ["unrolled", "smoothed, 2 draws"]
     assert np.shape(rows[0]["outcomes"]) == (2, 3)
     gain = np.mean([each["two ends"] - each["snapshot"] for each in figures])
     page = (tmp_path / "adam.md").read_text(encoding="utf-8").splitlines()

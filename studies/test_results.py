@@ -25,7 +25,7 @@ RESULTS = ROOT / "results"
 MAKERS = {
     "paper": "selection.seconds",
     "faithfulness/pays": "",  # a sweep, as the paper is
-    "faithfulness": "faithfulness.tables",
+    "faithfulness": "faithfulness.tables faithfulness.adam",
     "practice": "practice.tables",
     "diagnosis": "diagnosis.tables",
     "benchmarks": "benchmarks.tables",
@@ -109,7 +109,9 @@ def test_every_interval_of_faithfulness_is_one_of_the_rows() -> None:
     from studies.faithfulness.tables import summarise
 
     folder = RESULTS / "faithfulness"
-    written = [(folder / name).read_text(encoding="utf-8") for name in ("history.md", "judges.md", "estimators.md")]
+    written = [
+        (folder / name).read_text(encoding="utf-8") for name in ("history.md", "judges.md", "estimators.md", "adam.md")
+    ]
     known = read_intervals("\n".join(written).replace("-", "−"))
     for node in (
         summarise(folder),

@@ -72,6 +72,7 @@ def study(
     count: int,
     orders: int,
     evaluate: Evaluate | None = None,
+    recorded: bool = True,
     seed: int = 0,
 ) -> Study:
     """Compare the scores of a round of plain PPO with training it without some of its records.
@@ -93,13 +94,14 @@ def study(
         orders: the number of orders of each subset under "reshuffled", at least 2.
         evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
             the orders are the repetitions from 1, so that orders do not agree because of random numbers they share.
+        recorded: whether "recorded" is measured; "reshuffled" is the same with it and without it.
         seed: the seed of subsets and orders.
     """
     target = check_target(target, open_round(policy, recording))
     generator = torch.Generator().manual_seed(seed)
     kept = draw_subsets(len(recording.records), share, count, generator)
     outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
-    for truth, repetitions in (("recorded", [0]), ("reshuffled", range(1, orders + 1))):
+    for truth, repetitions in {**({"recorded": [0]} if recorded else {}), "reshuffled": range(1, orders + 1)}.items():
         runs = []
         for repetition in repetitions:
             trained = _retrain(policy, recording, kept, generator if repetition else None)

@@ -57,6 +57,10 @@ def test_scores_are_held_against_both_truths(case: Any) -> None:
         assert row["lds"] == pytest.approx(stats.spearmanr(sums, values.mean(axis=0)).statistic)
         certain = row["truth"] == "recorded" and row["outcome"] != "evaluated"
         assert (row["ceiling"] == 1) == certain
+    settings = {"target": Return(), "share": 0.5, "count": 6, "orders": 2, "seed": 0}
+    alone = study(model.policy, recording, scores, recorded=False, **settings).outcomes
+    assert [*alone] == ["reshuffled"]
+    assert np.array_equal(alone["reshuffled"]["target"], result.outcomes["reshuffled"]["target"])
     round = open_round(model.policy, recording)
     fourth = {name: tensor[3] for name, tensor in retrain(model.policy, recording, result.kept).items()}
     with torch.no_grad():

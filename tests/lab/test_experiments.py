@@ -268,7 +268,7 @@ class TestPlan:
 
     def test_an_error_inside_of_it_names_the_environment(self, registered):
         env = registered("WhenceWrapped-v0", lambda: {}["size"])
-        with pytest.raises(WhenceError, match=r"'WhenceWrapped-v0' cannot be made with .*: KeyError: 'size'") as caught:
+        with pytest.raises(WhenceError, match=r"'WhenceWrapped-v0' cannot be made: KeyError: 'size'") as caught:
             configure(env=env)
         assert isinstance(caught.value.__cause__, KeyError)
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from PIL import Image, ImageDraw
 
 from whence.page.content.moment_view import AROUND
-from whence.page.html import SCRIPTS, STYLES, load_template
+from whence.page.templates import SCRIPTS, STYLES, load_template
 
 ASSETS = files("whence.page") / "assets"
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]

@@ -11,7 +11,7 @@ import pytest
 from helpers import pages
 from helpers.browsing import HOSTILE, TURNED, open_page, playwright
 from helpers.pages import BEST, EPISODES, LENGTH, WORST, make_language_round, make_page, make_round, write_file
-from whence.page.html import read_library
+from whence.page.templates import read_library
 
 expect = playwright.expect
 LIVE = "http://whence.test"

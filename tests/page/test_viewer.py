@@ -13,9 +13,9 @@ from helpers.serving import Server, end_processes
 from whence.cli.commands.report_command import view
 from whence.core import WhenceError
 from whence.page import ExploredRun, describe_runs
-from whence.page.html import LIBRARIES, read_library
 from whence.page.questions import Questions
 from whence.page.server import serve
+from whence.page.templates import LIBRARIES, read_library
 from whence.runs import RunDirectory, write_flag
 from whence.selection import FromMask
 

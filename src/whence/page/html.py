@@ -3,13 +3,11 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from importlib.resources import files
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
-import jinja2
 import plotly.graph_objects as go
 import polars as pl
 import polars.selectors as cs
@@ -27,7 +25,6 @@ from whence.page.content import (
     choose_pairs,
     choose_steps,
     compress_json,
-    compress_text,
     describe_record,
     describe_runs,
     identify_run,
@@ -43,21 +40,10 @@ from whence.page.content import (
     write_json,
 )
 from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
+from whence.page.templates import SCRIPTS, STYLES, load_template, read_asset
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment
 from whence.stored.agents import AnyEnv
-
-LIBRARIES = {"plotly": "vendor/plotly/plotly-basic.min.js", "tabulator": "vendor/tabulator/tabulator.min.js"}
-"""Libraries in page/assets that a file holds compressed, and a server has at addresses."""
-
-SCRIPTS = (
-    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "responses.js"),
-    *("moment.js", "lists.js", "map.js", "grid.js", "explorer.js"),
-)
-"""Scripts of the page's explorer, in page/assets, in the order in which they run."""
-
-STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
-"""Style sheets of the page's explorer, in page/assets, after the page's own."""
 
 EMBEDDED_ROUNDS = 24
 """Rounds of a run that its file holds, besides those of findings, unless others are named: each takes a tenth of a
@@ -231,9 +217,9 @@ def render(
     }
     return load_template().render(
         content,
-        style=Markup("\n".join(_read_file(name) for name in ("page.css", *STYLES))),
-        figures_js=Markup(_read_file("figures.js")),
-        scripts=[Markup(_read_file(name)) for name in SCRIPTS],
+        style=Markup("\n".join(read_asset(name) for name in ("page.css", *STYLES))),
+        figures_js=Markup(read_asset("figures.js")),
+        scripts=[Markup(read_asset(name)) for name in SCRIPTS],
     )
 
 
@@ -288,27 +274,6 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
         # Once for all of a prompt's responses, since each of them shows the others.
         content["groups"] = list_groups(records, [int(record) for record in details])
     return content
-
-
-@cache
-def load_template() -> jinja2.Template:
-    """Return the page's template, with what it calls for the libraries."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {
-        "unpack_js": Markup(_read_file("unpack.js")),
-        "pack_library": lambda name: compress_text(read_library(name)),
-        "read_licence": lambda name: _read_file(f"vendor/{name}/LICENSE"),
-    }
-    return environment.from_string(_read_file("template.html"))
-
-
-def read_library(name: str) -> str:
-    """Return the script of a library, by its name in `LIBRARIES`."""
-    return _read_file(LIBRARIES[name])
-
-
-def _read_file(name: str) -> str:
-    return (files("whence.page") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _plot_as_json(figure: go.Figure) -> Any:

@@ -39,8 +39,9 @@ from whence.page.content import (
     find_records,
     query_records,
 )
-from whence.page.html import LIBRARIES, list_figures, read_library, render_runs
+from whence.page.html import list_figures, render_runs
 from whence.page.questions import Questions, gather_findings, measure
+from whence.page.templates import LIBRARIES, read_library
 from whence.runs import write_flag, write_flags
 
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ Whence.makeGrid = (parts) => {
   // A table is built when its first rows are there; what is looked for meanwhile comes late.
   let table = null, built = false, late = false, shown = "", actions = null, picked = {}, named = new Set(); // {groups: [[column, name]], ids, words}
   let current = []; // what is shown: run, its index, round, named records
-  let asked = "", news = ""; // the last query; what was flagged by it
+  let lastQuery = "", news = ""; // the last query; what was flagged by it
 
   function text(value, column) {
     if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
@@ -182,9 +182,9 @@ Whence.makeGrid = (parts) => {
         if (picked.ids) query.set("ids", picked.ids.join(","));
         if (differs.checked) query.append("only", "differs");
         if (flagged.checked) query.append("only", "flagged");
-        asked = query.toString();
+        lastQuery = query.toString();
         try {
-          const page = await source.loadRecords(runIndex, scope.value ? null : round.round, asked);
+          const page = await source.loadRecords(runIndex, scope.value ? null : round.round, lastQuery);
           // A table that is gone takes no answer.
           if (shown !== key) return await new Promise(() => {});
           tell(page.last_row, page.records, page.left_out);
@@ -222,7 +222,7 @@ Whence.makeGrid = (parts) => {
     const [, runIndex, round] = current;
     flagAll.disabled = true;
     try {
-      const written = await source.saveFlags(runIndex, scope.value ? null : round.round, asked, flagged.checked ? null : flagNote.value.trim());
+      const written = await source.saveFlags(runIndex, scope.value ? null : round.round, lastQuery, flagged.checked ? null : flagNote.value.trim());
       news = `${number(written.records)} flags ${flagged.checked ? "removed" : "set"}. `;
     } catch (error) {
       news = `Not saved: ${error.message} `;

@@ -11,6 +11,7 @@ Whence.makeGrid = (parts) => {
   let table = null, built = false, late = false, shown = "", actions = null, picked = {}, named = new Set(); // {groups: [[column, name]], ids, words}
   let current = []; // what is shown: run, its index, round, named records
   let lastQuery = "", news = ""; // the last query; what was flagged by it
+  let answer = null; // the server's, until its rows stand in the table
 
   function text(value, column) {
     if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
@@ -138,6 +139,11 @@ Whence.makeGrid = (parts) => {
       built = true;
       if (late || picked.words || !source.served) filter();
     });
+    // What is told before the rows are drawn invites a click on a row that goes.
+    mine.on("dataProcessed", () => {
+      if (mine === table && answer) tell(answer.last_row, answer.records, answer.left_out);
+      answer = null;
+    });
     if (!source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) tell(rows.length, scope.value ? records : round.records); });
   }
 
@@ -187,9 +193,9 @@ Whence.makeGrid = (parts) => {
           const page = await source.loadRecords(runIndex, scope.value ? null : round.round, lastQuery);
           // A table that is gone takes no answer.
           if (shown !== key) return await new Promise(() => {});
-          tell(page.last_row, page.records, page.left_out);
-          return page;
+          return (answer = page);
         } catch (error) {
+          answer = null;
           note.textContent = error.message;
           flagging.hidden = true;
           return { data: [], last_page: 1, last_row: 0 };

@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # pip compiles one file after the other. Some templates among the packages are no Python: hence the `true`.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
-.PHONY: demo test test-long check lint types docs audit oldest benchmark peers gpu clean
+.PHONY: demo test test-long check lint types docs audit versions benchmark peers gpu clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -57,28 +57,9 @@ docs: .venv/dev.stamp
 audit: .venv/dev.stamp
 	$(BIN)/python tests/run_audit.py
 
-# As everywhere, but for these libraries and what follows from their versions. An older torch is not here: its wheels on
-# the package index need gigabytes of CUDA libraries. Box2D comes by itself: old Gymnasiums ask for one that is compiled.
-# TRL 1.13 imports requests and does not ask for it.
-OLDEST := transformers==5.3.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==2.7.0 gymnasium==1.1.0 polars==1.30.0 \
-	safetensors==0.5.0 filelock==4.2.0
-
-.venv-oldest/stamp: pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv .venv-oldest
-	grep -Ev '^(transformers|trl|tokenizers|huggingface[-_]hub|httpx|stable[-_]baselines3|sb3[-_]contrib|gymnasium|polars.*|safetensors|filelock|minigrid|highway[-_]env)==' \
-		constraints.txt > .venv-oldest/constraints.txt
-	printf '%s\n' $(OLDEST) >> .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt \
-		--editable '.[cli,fast,llm]' Box2D minigrid highway-env requests pytest pytest-timeout pytest-xdist hypothesis
-	touch $@
-
-## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.
-oldest: .venv-oldest/stamp
-	$(TEST) .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
-		tests/sb3/test_sb3.py tests/sb3/test_callback.py tests/sb3/test_resume.py \
-		tests/runs/test_runs.py tests/lab/test_rounds.py tests/sb3/test_episode_replay.py \
-		tests/scores/test_moments.py tests/hosts tests/llm/test_llm_trl.py \
-		tests/llm/test_llm_engines.py tests/llm/test_llm_trainer.py tests/lab/test_experiments_llm.py
+## Tests under the oldest and the newest versions of other libraries, on each Python there is; results/versions.md.
+versions: .venv/bin/python
+	$(TEST) $(BIN)/python tests/run_versions.py
 
 ## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.
 benchmark: .venv/dev.stamp
@@ -101,4 +82,4 @@ gpu: .venv/dev.stamp
 	$(BIN)/whence llm train --task arithmetic --algorithm grpo --selection iif --run out/grpo
 
 clean:
-	rm -rf .venv .venv-oldest out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

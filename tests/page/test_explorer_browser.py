@@ -612,6 +612,18 @@ class TestServed:
         page.wait_for_timeout(600)
         assert ["score:<-0.1"] in [parse_qs(url.query).get("filter") for url in server.asked]
 
+    def test_what_is_found_is_told_once_its_rows_are_drawn(self, served):
+        page, _ = served
+        expect(page.locator("#grid-note")).to_have_text("240 of the 240 records of round 2.")
+        page.evaluate("""() => {
+            const rows = () => [...document.querySelectorAll("#grid .tabulator-cell[tabulator-field=action]")];
+            const tell = () => { window.drawn = rows().every((cell) => cell.textContent === "fire left"); };
+            new MutationObserver(tell).observe(document.getElementById("grid-note"), { childList: true });
+        }""")
+        page.fill("#grid-search", "fire left")
+        expect(page.locator("#grid-note")).to_have_text("60 of the 240 records of round 2.")
+        assert page.evaluate("window.drawn")
+
     def test_all_rounds_are_searched_and_what_is_found_is_opened(self, served):
         page, server = served
         rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
@@ -623,7 +635,7 @@ class TestServed:
         page.fill("#grid-where", "action = 2")
         page.keyboard.press("Enter")
         expect(note).to_contain_text("such as stored scores, are left out: 1.")
-        asked = parse_qs(server.asked[-1].query)
+        asked = parse_qs([url for url in server.asked if url.path == "/api/runs/0/records"][-1].query)
         assert (asked["where"], "sort" in asked) == (["action = 2"], False)
         rows.first.get_by_role("button").click()
         expect(page.locator("#explorer-round-name b")).to_have_text("Round 1 of 9")

@@ -124,7 +124,7 @@ Whence.makeGrid = (parts) => {
     const scored = run.columns.some(({ kind, key: name }) => kind === "score" && name) && round.scored;
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
-      columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
+      columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, autoResize: false, pagination: true, paginationSize: SIZE, paginationElement: pages,
       placeholder: `No ${Whence.one} fits.`, initialHeaderFilter: filters.flatMap(({ field, value }) => (field !== ROUND.key || scope.value ? { field, value } : [])),
       initialSort: sorters.length ? sorters.map(({ field, dir }) => ({ column: field, dir })) : scored && first && !scope.value ? [{ column: first, dir: "asc" }] : [],
       rowFormatter: (row) => row.getElement().classList.toggle("named", named.has(row.getData().record_id)),
@@ -262,5 +262,8 @@ Whence.makeGrid = (parts) => {
 
   const refresh = () => { if (source.served) table?.setPage(table.getPage()); };
 
-  return { show, pick, refresh, redraw: () => table?.redraw(true) };
+  // Left to itself, the table also draws itself anew when it is scrolled to, and a click just then is lost.
+  window.addEventListener("resize", () => built && table.redraw());
+
+  return { show, pick, refresh };
 };

@@ -29,7 +29,7 @@ def choose_cure(world: World) -> dict[str, Any]:
     if world.schedules:
         return {name: before for name, (before, _) in world.schedules.items()}
     rate = world.settings.get("learning_rate", 3e-4)
-    return {"learning_rate": rate / 10}
+    return {"learning_rate": float(f"{rate / 10:.6g}")}
 
 
 def ask(name: str, seed: int, runs: Path, out: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from studies.benchmarks.cells import Cell, Result, Setting
-from studies.benchmarks.engines import score
+from studies.benchmarks.engines import make_plain_pass, score
 from studies.benchmarks.libraries import (
     PEERS,
     Peer,
@@ -57,9 +58,10 @@ def list_cells() -> Iterator[Cell]:
     for policy, size in POLICIES.items():
         for name in list_peers(policy):
             yield Cell(f"peers/{policy}/{name}", "peers", partial(measure_peer, policy, name, size))
-    for policy in POLICIES:
+    for policy, size in POLICIES.items():
         if policy not in RL:
             yield Cell(f"steps/{policy}", "steps", partial(measure_step, policy))
+            yield Cell(f"operations/{policy}", "operations", partial(count_operations, policy, size))
 
 
 def list_peers(policy: str) -> list[str]:
@@ -110,6 +112,7 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result
     if reason is not None:
         return {"records": size, "estimated": reason, "estimated_from": [size // FEW], "seconds": {"median": seconds}}
     whence_run, run = score(subject, subject.records(size), "ghost"), partial(peer.run, question)
+    whence_run()  # its first call measures what a record costs; the peer's has imported
     turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)
     (scores, peak), (influence, whence_peak) = (run_for_peak(each, setting.device) for each in (run, whence_run))
     scores, truth = scores.detach().cpu().double(), influence[""].scores.double()
@@ -154,6 +157,27 @@ def measure_step(policy: str, setting: Setting) -> Result:
         "difference": measure_difference(scores, truth),
         "spearman": float(spearmanr(scores, truth).statistic),
     }
+
+
+def count_operations(policy: str, size: int, setting: Setting) -> Result:
+    """Return the floating-point operations of whence and of the peers, over those of a plain pass over the records."""
+    make_subject.cache_clear()  # so that the first call is one
+    subject = make_subject(policy, setting.device)
+    question, records = subject.question(size), subject.records(size)
+    peers = {name: PEERS[name] for name in (BESIDE, *PEERS) if name == BESIDE or PEERS[name].of_language}
+    if missing := sorted({str(peer.module) for peer in peers.values() if not is_installed(peer)}):
+        return {"skipped": f"not installed: make peers ({', '.join(missing)})"}
+    scoring = score(subject, records, "ghost")
+    runs = {"whence's first call": scoring, "whence": scoring}  # the first one also measures what a record costs
+    runs |= {name: partial(peer.run, replace(question, model=deepcopy(question.model))) for name, peer in peers.items()}
+    plain = _count(make_plain_pass(subject, records))
+    return {"records": size, "passes": {name: _count(run) / plain for name, run in runs.items()}}
+
+
+def _count(run: Callable[[], Any]) -> int:
+    with silence(), FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
 
 
 def run_plain_step(question: Question) -> None:

@@ -10,6 +10,7 @@ engines,training` and `--only peers,rounds`. Tables: `python -m studies.benchmar
 - training, `training/POLICY/ENGINE`: scoring over SB3's `train()`; its memory over a training step's; ten targets.
 - peers, `peers/POLICY/LIBRARY`: the same scores by other libraries.
 - steps, `steps/POLICY`: a training pass of a language model, plain, and with scores made in it.
+- operations, `operations/POLICY`: floating-point operations of scoring a language model's rows.
 - errors, `errors/WORLD`: scoring a rollout with errors and without.
 - rounds, `rounds/WORLD`: whole rounds of training, with scoring and without it.
 """

@@ -69,7 +69,7 @@ benchmark: .venv/dev.stamp
 ## Install the libraries that the suite compares with; torch stays as it is.
 peers: .venv/dev.stamp
 	$(INSTALL) --editable '.[peers]'
-	$(INSTALL) --no-deps kronfluence
+	$(INSTALL) --no-deps bergson kronfluence
 
 ## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the laboratory, and a GRPO run.
 gpu: .venv/dev.stamp

@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
     Attributes:
         name: such as `mlp/ghost/2048`; the first part is what `--only` selects most by.
-        section: engines, training, peers, errors or rounds.
+        section: engines, training, peers, steps, operations, errors or rounds.
         measure: measures it.
         smaller: the cells of the same row with fewer records, which tell whether this one takes too long.
     """

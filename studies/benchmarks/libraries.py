@@ -1,11 +1,12 @@
 """Other libraries asked for whence's scores: the product of each record's gradient with one target's.
 
 A peer is a function from a `Question` to scores, (n,). It does all that a round needs, from a model and records in
-memory to scores, and works in batches of 256 records, or 16 rows of a language model. Its scores are compared with
-those of whence. Install what is missing: `make peers`.
+memory to scores, and works in batches: 256 records, or of a language model 16 rows, 4 of a large one. Its scores are
+compared with those of whence. Install what is missing: `make peers`.
 """
 
 import importlib.util
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -20,10 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from studies.benchmarks.subjects import Question
 
+LARGE = 50_000_000
+"""Parameters from which on 16 rows' gradients are too many to hold."""
+
 
 def batch_size(question: Question) -> int:
     """Return how many records a peer takes at a time."""
-    return 256 if question.weights.ndim == 1 else 16
+    if question.weights.ndim == 1:
+        return 256
+    return 16 if sum(p.numel() for p in list_trainable(question.model).values()) < LARGE else 4
 
 
 def split(question: Question) -> Iterator[Question]:
@@ -234,18 +240,137 @@ def kronfluence(question: Question) -> Tensor:
         return analyzer.load_pairwise_scores("scores")["all_modules"].flatten() / len(question)
 
 
+def dattri_llm(question: Question) -> Tensor:
+    """Ask dattri-LLM's TracInAttributor for the products of all records with all; the target is the records' mean."""
+    from dattri_llm import REGISTER_ALL, AttributionArguments, AttributionTask, HookManagerConfig, TracInAttributor
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        *inputs, actions, weights = batch
+        columns = {"inputs": tuple(inputs), "actions": actions, "weights": weights}
+        return losses(replace(question, model=model, **columns)).sum()
+
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), batch_size(question))
+    weights = question.weights, question.target_weights
+    records, target = (TensorDataset(*question.inputs, question.actions, each) for each in weights)
+    with tempfile.TemporaryDirectory() as folder:
+        attributor = TracInAttributor(AttributionArguments(folder, **sizes), task=AttributionTask(loss, question.model))
+        layers = HookManagerConfig(linear_io=REGISTER_ALL)
+        _, products = attributor.attribute(records, target, hook_config=layers).agnostic_matrix()
+    return products.mean(1)
+
+
+def capture(hooks: Any, question: Question) -> Any:
+    """Return what dattri-LLM's hooks capture of the records' losses."""
+    question.model.zero_grad(set_to_none=True)
+    losses(question).sum().backward()
+    return hooks.get_gradient()
+
+
+def capture_target(hooks: Any, question: Question) -> Any:
+    """Return the target's gradient, captured by dattri-LLM's hooks, as that of one record."""
+    from dattri_llm import Factorized, Gradient
+    from dattri_llm.gradient import materialize
+
+    whole: dict[str, Tensor] = {}
+    for batch in split(question):
+        captured = capture(hooks, replace(batch, weights=batch.target_weights))
+        for name, layer in captured.data.items():
+            # The tokens of all rows, as if they were of one, so that no row's own gradient is formed.
+            factors = (factor.flatten(0, 1)[None] for factor in (layer.activation, layer.pre_activation_grad))
+            part = materialize(Factorized(*factors, layer.module_kwargs), captured.layer_types[name])
+            whole[name] = whole.get(name, 0) + part / len(question)
+    return Gradient(dict.fromkeys(whole, "materialized"), whole, captured.layer_types)
+
+
+def dattri_llm_hooks(question: Question) -> Tensor:
+    """Score as dattri-LLM's online selection does: hooks capture a pass, and multiply it by one target's gradient."""
+    from dattri_llm import REGISTER_ALL, DataSelectionCallback, HookManager, HookManagerConfig
+
+    scores, hooks = [], HookManager(question.model, HookManagerConfig(linear_io=REGISTER_ALL))
+    with hooks.collect(deregister_on_exit=True):
+        target = capture_target(hooks, question)
+        for batch in split(question):
+            by_layer = DataSelectionCallback.compute_scores(capture(hooks, batch), target)
+            scores.append(torch.stack([*by_layer.values()]).sum(0))
+    return torch.cat(scores)
+
+
+def make_dattri_llm_step(question: Question) -> Callable[[], Tensor]:
+    """Return a training pass over the records, whose scores by the target dattri-LLM's online selection makes in it."""
+    from dattri_llm import REGISTER_ALL, DataSelectionCallback, HookManager, HookManagerConfig
+
+    question = replace(question, model=deepcopy(question.model))
+    hooks = HookManager(question.model, HookManagerConfig(linear_io=REGISTER_ALL))
+    with hooks.collect():
+        target = capture_target(hooks, question)
+    settings: Any = {"target": "fixed", "target_gradient": target, "selection_kwargs": {"threshold": -math.inf}}
+    selection = DataSelectionCallback(question.model, **settings)
+    hooks.add_callback(selection)
+
+    def run() -> Tensor:
+        with hooks.collect():
+            capture(hooks, question)
+        assert selection.last_scores is not None
+        return selection.last_scores
+
+    return run
+
+
+def bergson(question: Question) -> Tensor:
+    """Ask Bergson for a query gradient, the mean over rows, and for the rows' scores by it, all in memory.
+
+    It takes token ids, and one advantage of each row. As in its own pipeline, only input embeddings require a gradient.
+    """
+    from bergson import CollectorComputer, GradientProcessor, IndexConfig, InMemoryCollector, PreprocessConfig, Scorer
+    from bergson.score.score_writer import InMemorySequenceScoreWriter
+    from bergson.utils.peft import detect_peft_modules
+    from datasets import Dataset
+
+    model: Any = deepcopy(question.model).model
+    has_adapters, (ids,), size = hasattr(model, "peft_config"), question.inputs, batch_size(question)
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    layers = {"model": model.base_model, "target_modules": detect_peft_modules(model)} if has_adapters else {}
+    labels = torch.full_like(ids, -100)  # which it leaves out of the loss
+    labels[:, -question.actions.shape[1] :] = question.actions
+    places = range(len(question))
+    batches = [[*places[start : start + size]] for start in places[::size]]
+
+    def collect(weights: Tensor, **settings: Any) -> Any:
+        columns = {"input_ids": ids, "labels": labels, "advantage": weights[:, 0]}
+        rows = Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
+        processor = GradientProcessor(include_bias=True)
+        collector = InMemoryCollector(
+            **{"model": model, **layers, "data": rows, "cfg": config, "processor": processor, **settings}
+        )
+        CollectorComputer(model, rows, collector=collector, batches=batches, cfg=config).run_with_collector_hooks()
+        return collector
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = IndexConfig(run_path=f"{folder}/run", include_bias=True)
+        config.partial_run_path.mkdir()
+        query = collect(question.target_weights, preprocess_cfg=PreprocessConfig(aggregation="mean")).gradients
+        writer = InMemorySequenceScoreWriter(len(question), 1)
+        collect(question.weights, scorer=Scorer(query, [*query], writer, ids.device, torch.float32))
+    return writer.scores[:, 0]
+
+
 class Peer(NamedTuple):
     """A library, or a way to do it by hand: `run` returns scores, (n,); `module` is what it imports, None: torch alone.
 
     `note` says by what definition its scores differ from whence's, "" if they are the same; `holds_all`: whether it
-    holds the gradients of all records at a time, not those of a batch.
+    holds the gradients of all records at a time, not those of a batch; `of_language`: whether it is asked about
+    language models alone.
     """
 
     run: Callable[[Question], Tensor]
     module: str | None = None
     note: str = ""
     holds_all: bool = False
+    of_language: bool = False
 
+
+TIED = "without the products of a tied weight's two uses"
 
 PEERS: Mapping[str, Peer] = {
     "torch-vmap": Peer(torch_vmap),
@@ -255,6 +380,9 @@ PEERS: Mapping[str, Peer] = {
     "dattri": Peer(dattri, "dattri"),
     "captum": Peer(captum, "captum", holds_all=True),
     "kronfluence": Peer(kronfluence, "kronfluence", "linear and convolutional layers alone"),
+    "dattri-llm": Peer(dattri_llm, "dattri_llm", TIED, of_language=True),
+    "dattri-llm-hooks": Peer(dattri_llm_hooks, "dattri_llm", TIED, of_language=True),
+    "bergson": Peer(bergson, "bergson", "linear layers alone", of_language=True),
 }
 
 

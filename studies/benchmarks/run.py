@@ -9,6 +9,8 @@ engines,training` and `--only peers,rounds`. Tables: `python -m studies.benchmar
   the same records. What would take over a minute, or more memory than is free, is estimated from fewer records.
 - training, `training/POLICY/ENGINE`: scoring over SB3's `train()`; its memory over a training step's; ten targets.
 - peers, `peers/POLICY/LIBRARY`: the same scores by other libraries.
+- steps, `steps/POLICY`: a training pass of a language model, plain, and with scores made in it.
+- operations, `operations/POLICY`: floating-point operations of scoring a language model's rows.
 - errors, `errors/WORLD`: scoring a rollout with errors and without.
 - rounds, `rounds/WORLD`: whole rounds of training, with scoring and without it.
 """

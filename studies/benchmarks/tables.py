@@ -19,12 +19,15 @@ from studies.shared import Out, cell, table, write_page
 
 PEERS = (
     *("torch-vmap", "matrix-vmap", "matrix-loop", "opacus", "dattri", "captum", "captum-fast", "kronfluence"),
-    *("kronfluence-ekfac", "trak"),
+    *("kronfluence-ekfac", "trak", "dattri-llm", "dattri-llm-hooks", "bergson"),
 )
 """The peers in the order of the tables. The code of those that no command has any more is in the history."""
 
 FLAT = 0.05
 """The change of the peak, at most, for which memory counts as flat."""
+
+SAME = 1e-4
+"""The difference of scores from whence's, over the largest score, below which they are the same."""
 
 Cells = Mapping[str, Result]
 
@@ -199,11 +202,38 @@ def tabulate_peers(cells: Cells) -> str:
 
 def show_difference(line: Result) -> str:
     """Return how far a peer's scores are from whence's, and why, if they are others by definition."""
-    of_layers = line.get("difference_of_layers")
+    difference, of_layers = line["difference"], line.get("difference_of_layers")
+    text = f"{difference:.0e}"
     if of_layers is not None:
-        return f"other: {line['note']}; from whence's of that layer by {of_layers:.0e}".replace("e-", "e−")
-    is_same = line["difference"] < 1e-3
-    return f"{line['difference']:.0e}".replace("e-", "e−") if is_same or not line["note"] else f"other: {line['note']}"
+        text = f"other: {line['note']}; from whence's of that layer by {of_layers:.0e}"
+    elif line["note"] and difference >= SAME:
+        text = f"{text}, other: {line['note']}" if difference < 0.1 else f"other: {line['note']}"
+    return text.replace("e-", "e−")
+
+
+def tabulate_steps(cells: Cells) -> str:
+    """Return training passes with scores made in them, compared with plain ones."""
+    rows = []
+    for line in filter(None, (cells.get(f"steps/{policy}") for policy in POLICIES)):
+        passes = [
+            f"{show(line[name], show_seconds)}; {show(line['ratios'][name])}×, "
+            f"{show_bytes((line['peaks'][name] or {}).get('grown'))} MiB"
+            for name in ("seconds", "dattri")
+        ]
+        plain = f"{show(line['plain'], show_seconds)}; {show_bytes((line['peaks']['plain'] or {}).get('grown'))} MiB"
+        rows.append([show_command(line["cell"]), str(line["records"]), plain, *passes, show_difference(line)])
+    return tabulate(["cell", "rows", "plain pass", "whence", "dattri-LLM", "scores differ by"], rows)
+
+
+def tabulate_operations(cells: Cells) -> str:
+    """Return the floating-point operations of scoring, over those of a plain pass."""
+    lines = [*filter(None, (cells.get(f"operations/{policy}") for policy in POLICIES))]
+    names = list(lines[0]["passes"]) if lines else []
+    rows = [
+        [show_command(line["cell"]), str(line["records"]), *(f"{line['passes'][name]:.2f}" for name in names)]
+        for line in lines
+    ]
+    return tabulate(["cell", "rows", *names], rows)
 
 
 def tabulate_rounds(cells: Cells) -> str:
@@ -250,6 +280,8 @@ def make_sections(cells: Cells) -> dict[str, str]:
         "Memory under a budget": tabulate_memory(cells),
         "Compared with training": tabulate_training(cells),
         "Other libraries": tabulate_peers(cells),
+        "Floating-point operations of scoring, in plain passes": tabulate_operations(cells),
+        "Scores made in a training pass": tabulate_steps(cells),
         "Errors of scores": tabulate_errors(cells),
         "Whole rounds": tabulate_rounds(cells),
         "From `pip install` to the first result": tabulate_install(cells),

@@ -76,6 +76,8 @@ def test_what_would_take_too_long_is_estimated_in_proportion() -> None:
 @pytest.mark.parametrize("name", libraries.PEERS)
 def test_a_peers_scores_are_those_of_whence(name: str, subject: Subject) -> None:
     peer = libraries.PEERS[name]
+    if peer.of_language:
+        subject = policies.make_subject("gpt-1M-lora", "cpu")
     if not libraries.is_installed(peer):
         pytest.skip(f"{peer.module} is not installed")
     # Linear layers, which kronfluence reads alone, are all that this policy has.
@@ -83,6 +85,23 @@ def test_a_peers_scores_are_those_of_whence(name: str, subject: Subject) -> None
     with peers.silence():
         scores = peer.run(subject.question(64))
     assert peers.measure_difference(scores.double(), truth.scores.double()) < 1e-5
+
+
+def test_a_peer_and_whence_take_turns_on_the_same_records(subject: Subject) -> None:
+    result = peers.compare(libraries.PEERS["torch-vmap"], subject, 64, Setting("cpu", 2))
+    assert result["difference"] < 1e-5
+    assert result["seconds"]["turns"] == result["ratio"]["turns"] == 2
+
+
+def test_a_training_pass_makes_the_scores_of_attribute() -> None:
+    subject = policies.make_subject("gpt-1M", "cpu")
+    truth = whence.attribute(subject.policy, subject.records(8), **subject.scoring).scores
+    question = subject.question(8)
+    assert peers.measure_difference(peers.make_step(question)(), truth) < 1e-5
+    recorded = {name: parameter.grad for name, parameter in question.model.named_parameters()}
+    peers.run_plain_step(question)
+    for name, parameter in question.model.named_parameters():
+        torch.testing.assert_close(recorded[name], parameter.grad)
 
 
 @pytest.mark.parametrize("kind", recording.KINDS)

@@ -16,6 +16,7 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from helpers.contracts import check_each
 from helpers.trl_training import TRAINERS, make_trainer
+from run_versions import OLDEST
 from whence import NonPositive, Unsupported
 from whence.llm.scores import ROW_LOSSES, TOKEN_LOSSES
 from whence.llm.trl import completions, in_step
@@ -131,10 +132,11 @@ def test_the_settings_that_are_looked_at():
 
 def test_the_oldest_that_is_supported_is_the_one_that_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    oldest = dict(one.partition(",")[0].split(">=") for one in project["project"]["optional-dependencies"]["llm"])
-    for name in ("transformers", "trl"):
-        assert f" {name}=={oldest[name]} " in makefile, name
+    extras = project["project"]["optional-dependencies"]
+    bounds = [*project["project"]["dependencies"], *extras["sb3"], *extras["llm"]]
+    oldest = dict(one.partition(",")[0].split(">=") for one in bounds)
+    for name, version in OLDEST.items():
+        assert version in (oldest[name], f"{oldest[name]}.0"), name
 
 
 def test_a_release_without_a_name_is_refused_before_training(tmp_path, monkeypatch):

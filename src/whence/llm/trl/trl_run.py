@@ -284,7 +284,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def _list_ended(self, responses: list[list[int]]) -> list[bool]:
         """Return whether each response ends in a token that ends it; TRL empties those that were cut, if asked to."""
-        ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
+        tokenizer = self._trainer._tokenizer
+        # TRL before 1.15 knows one token that ends.
+        ends = {*getattr(self._trainer, "eos_token_ids", [tokenizer.eos_token_id]), tokenizer.pad_token_id}
         return [bool(ids) and ids[-1] in ends for ids in responses]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

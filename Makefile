@@ -50,8 +50,9 @@ types: .venv/dev.stamp
 	$(BIN)/mypy
 
 docs: .venv/dev.stamp
+	$(BIN)/python docs/gallery.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest -m site tests/docs/test_docs.py
+	$(BIN)/python -m pytest -m site tests/docs/test_docs.py tests/docs/test_gallery.py
 
 ## Known vulnerabilities of the pinned versions, by pip-audit; "not run" where it cannot ask, which is no error.
 audit: .venv/dev.stamp

@@ -1,9 +1,11 @@
-"""What MkDocs adds to the pages while it builds them: the commands and the names in logs, from the code itself."""
+"""What MkDocs adds while it builds: the commands and the names in logs, from the code itself; the gallery's pages."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import typer
+from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 from typer.main import get_command
 
@@ -43,3 +45,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         if mark in markdown:
             markdown = markdown.replace(mark, describe())
     return markdown
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Add the pages of the gallery, which `make docs` writes before."""
+    for page in sorted(Path("out/gallery").glob("*.html")):
+        files.append(File.generated(config, f"gallery/{page.name}", abs_src_path=str(page.resolve())))
+    return files

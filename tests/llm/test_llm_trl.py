@@ -75,7 +75,8 @@ def of_kept_alone(kind, trainer, state, batch, positions, weights, monkeypatch):
     trainer.model.train()
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
     monkeypatch.setattr(trainer.args, "steps_per_generation", 1)
-    TRAINERS[kind][1]._compute_loss(trainer, trainer.model, own).backward()
+    loss = TRAINERS[kind][1]._compute_loss(trainer, trainer.model, own)
+    trainer.accelerator.backward(loss)  # of old releases of Transformers it divides by the accumulated passes again
     return {name: p.grad for name, p in trainer.model.named_parameters()}
 
 
@@ -360,8 +361,9 @@ class TestRunDirectory:
         assert parts[:, 1].to_list() == [None if len(text) > 5 else 1.0 for text in table["response"]]
         assert table["reward"].to_list() == pytest.approx(parts.sum_horizontal().to_list(), abs=1e-5)
         numbers = {prompt: number for number, prompt in enumerate(PROMPTS)}
-        assert table["info.score"].to_list() == [numbers[prompt] for prompt in table["prompt"]]
-        assert table["info.facts"].to_list() == [f'{{"a": {numbers[prompt]}}}' for prompt in table["prompt"]]
+        prompts = [prompt.replace(" ", "") for prompt in table["prompt"]]  # old tokenizers put spaces between tokens
+        assert table["info.score"].to_list() == [numbers[prompt] for prompt in prompts]
+        assert table["info.facts"].to_list() == [f'{{"a": {numbers[prompt]}}}' for prompt in prompts]
         assert table["info.keep"].to_list() == [f"{text}!" for text in table["response"]]
         assert run.table("metrics")["reward.reward"][0] == pytest.approx(parts[:, 2].mean())
 

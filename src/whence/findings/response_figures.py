@@ -58,7 +58,7 @@ def measure_rounds(run: RunDirectory) -> pl.DataFrame:
         figures.append(several.group_by("round").agg(is_equal.mean().alias("equal_groups"), **shares))
         # A user who names the groups' column may mean more than a prompt.
         if "group_id" in units.columns and "group" not in (run.config.get("columns") or {}):
-            ids = pl.col("record_id").filter(is_mixed).list.explode(keep_nulls=False, empty_as_null=False)
+            ids = pl.col("record_id").filter(is_mixed).list.explode().drop_nulls()
             figures.append(units.group_by("round").agg(mixed_groups=is_mixed.sum(), mixed_groups_ids=ids))
     return pl.concat(figures, how="align_left")
 

@@ -1,7 +1,8 @@
 """What other seeds do from before each collapse on: unchanged, and with the likely cause changed.
 
 Run: `python -m studies.collapse.repeat results/collapse [--runs out/collapse] [--only planted]`. Eight seeds of twelve
-rounds each. A change in the environment is undone in a second question, whose unchanged trainings have it no more.
+rounds each, or of six more than until the return fell. A change in the environment is undone in a second question,
+whose unchanged trainings have it no more.
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ from whence.runs import RunDirectory
 
 KEYS = ("name", "question")
 
-ROUNDS, SEED_COUNT = 12, 8
+ROUNDS, MORE, SEED_COUNT = 12, 6, 8
 
 
 def choose_cure(world: World) -> dict[str, Any]:
@@ -40,8 +41,11 @@ def ask(name: str, seed: int, runs: Path, out: Path) -> None:
     settings = {key: value for key, value in world.make_settings().items() if callable(value)}
     if "ent_coef" in world.schedules:
         settings["ent_coef"] = world.schedules["ent_coef"][1]
-    options: dict[str, Any] = {"rounds": ROUNDS, "seeds": SEED_COUNT, **settings}
-    start = choose_start(run, find_drop(*read_returns(run)))
+    drop = find_drop(*read_returns(run))
+    assert drop is not None  # it was asked for by has_broken
+    start = choose_start(run, drop)
+    rounds = max(ROUNDS, drop.round - start + MORE)
+    options: dict[str, Any] = {"rounds": rounds, "seeds": SEED_COUNT, **settings}
     done = int(run.table("metrics").sort("round")["timestep"][start - 1])
     questions: dict[str, dict[str, Any]] = {
         "again": {"env": partial(make_env, name, done), "changes": choose_cure(world)},

@@ -344,6 +344,9 @@ class TestGrid:
         expect(page.locator(".bars tr.named th")).to_have_text("fire left")
         expect(page.locator(".card.named")).to_have_count(2)
         expect(page.locator("#findings-list li.named")).to_have_count(1)
+        page.locator(".card.named").first.click()
+        expect(page.locator("#moment .moment-body p").first).to_contain_text("It shows what is found: Fire left harms")
+        page.keyboard.press("Escape")
         page.get_by_role("button", name="Show all records").click()
         expect(page.locator("#grid .tabulator-row.named")).to_have_count(1)  # the other is on another page
         expect(page).to_have_url(re.compile("round=4&finding=1$"))

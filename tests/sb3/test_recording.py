@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 import whence
 from whence.cli.app import app
 from whence.core import RunDirectoryError, Unsupported, WhenceError
+from whence.page import ExploredRun
+from whence.page.content.rounds import describe_runs
+from whence.runs import RunDirectory
 from whence.sb3 import RecordResets
 from whence.sb3.recorded_envs import RecordedAgents
 
@@ -358,6 +361,9 @@ def test_dqn_trains_to_the_same_bits_and_commands_read_its_run(tmp_path: Any) ->
         result = runner.invoke(app, [words[0], run, *words[1:]])
         assert result.exit_code == 0, result.output
     assert "left" in result.output
+    (shown,) = describe_runs([ExploredRun(RunDirectory.open(run))])["runs"]
+    assert {"record_id", "reward"} <= (names := {column["key"] for column in shown["columns"]})
+    assert not names & {"score", "error"}
     for words in (("why", run, "--record", "50"), ("prove", run, "--where", "reward > 0"), ("attribute", run)):
         result = runner.invoke(app, list(words))
         assert isinstance(result.exception, RunDirectoryError)

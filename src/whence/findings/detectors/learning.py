@@ -113,7 +113,7 @@ def look_at_loops(evidence: Evidence) -> Sight:
         float(np.log2(without / with_end)) if share >= 0.5 and without > with_end > 0 else 0.0,
         "reward",
         f"A reward of {np.median(rewards[again]) if len(again) else 0:.2g} is collected again and again at the same "
-        f"place: episodes without an end earn {without:.3g}, those that reach it {with_end:.3g}",
+        f"place: episodes without an end earn {without:.3g}, those that reach one {with_end:.3g}",
         f"In {runs_on.sum():,} episodes that run to the limit, {share:.0%} of the gains are paid where the episode was "
         "paid before.",
         "Pay for progress once, or by a difference of potentials, so that going round in a loop earns nothing.",

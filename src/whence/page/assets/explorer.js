@@ -96,8 +96,11 @@
     const column = columns[place];
     const { runIndex, round } = column.content();
     const faces = [...round.worst, ...round.best].map((moment) => moment.record);
+    const finding = listNamed({ round: round.round }).has(record) ? followed() : null;
     Whence.moment.show({
-      run: runIndex, round: round.round, record, list: faces, returnTo: from ?? column.cardOf(record) ?? slider,
+      run: runIndex, round: round.round, record, finding,
+      list: finding && source.served ? finding.records : faces, // a file holds some of them
+      returnTo: from ?? column.cardOf(record) ?? at("findings-list").querySelector(".named a") ?? slider,
       actions: page.runs[runIndex].actions,
       label: page.runs.length > 1 ? page.runs[runIndex].label : null,
       commands: page.runs[runIndex].commands,
@@ -245,7 +248,7 @@
   let by = ["region", "action"]; // regions have the longest names
   async function showGroups(mine) {
     const groupings = shown.groupings ?? [];
-    at("groups").hidden = !groupings.length;
+    for (const node of [at("groups"), at("groups-link")]) node?.toggleAttribute("hidden", !groupings.length);
     if (!groupings.length) return at("groups-body").replaceChildren();
     const keys = groupings.map(({ key }) => key);
     const [first] = [by[0], ...keys].filter((key) => keys.includes(key));
@@ -308,7 +311,7 @@
     if (groups?.length) by = [groups[0][0], groups[1]?.[0] ?? ""];
     writeLink();
     await show();
-    if (!records?.length) return;
+    if (!records?.length) return at("explorer").scrollIntoView();
     grid.pick({ ids: records, words: `${title.replaceAll("`", "")}${total > records.length ? ` (the first ${records.length})` : ""}` });
     if (chosen.record === null) at("grid-part").scrollIntoView();
   }

@@ -64,7 +64,7 @@ Whence.moment = (() => {
     if (to !== undefined) show({ ...view, record: to });
   }
 
-  // view: {run, round, record, list: records to step through, target, label, returnTo, onShow, onClose}
+  // view: {run, round, record, list: records to step through, finding, label, returnTo, onShow, onClose}
   async function show(moment) {
     view = moment;
     const turn = ++call;
@@ -98,9 +98,12 @@ Whence.moment = (() => {
     const story = tell(detail);
     const judged = judge(detail);
     if (detail.mc_pending) measure(story, judged, detail);
-    body.replaceChildren(...[story, flag(detail), shown, Whence.causes.make(detail, view), judged, metrics(detail), policy(detail), state(detail)].filter(Boolean));
+    body.replaceChildren(...[recall(), story, flag(detail), shown, Whence.causes.make(detail, view), judged, metrics(detail), policy(detail), state(detail)].filter(Boolean));
     body.scrollTop = 0;
   }
+
+  // What the finding says that this moment is one of.
+  const recall = () => view.finding ? element("p", { class: "note" }, "It shows what is found: ", ...Whence.withCode(view.finding.title), ".") : null;
 
   const isResponse = ({ response }) => response !== undefined && response !== null;
 
@@ -112,7 +115,7 @@ Whence.moment = (() => {
       open: (record) => show({ ...view, record }),
       canOpen: (record) => Whence.source.canOpen(run, round, record),
     });
-    body.replaceChildren(...[tell(detail), flag(detail), ...sections, metrics(detail, "All its numbers")].filter(Boolean));
+    body.replaceChildren(...[recall(), tell(detail), flag(detail), ...sections, metrics(detail, "All its numbers")].filter(Boolean));
     body.scrollTop = 0;
   }
 

@@ -288,14 +288,17 @@ class ExploredRun:
             table = table.with_columns(differs=pl.when(error.is_finite()).then(score.abs() > SIGNIFICANT * error))
         return Round(table, notes)
 
+    @property
+    def can_score(self) -> bool:
+        """Whether an agent's records can be scored now; not those recorded around environments alone."""
+        return self.directory.config.get("policy", "") is not None or is_custom(self.directory)
+
     def _add_scores(self, table: pl.DataFrame, number: int, notes: list[str]) -> pl.DataFrame:
         if self.is_language:
-            notes.append(
-                "No response of this round was scored. To see scores, train with the rule `ScoreAll()`, which keeps "
-                "all responses, or give the rollouts to `whence llm score`."
-            )
+            remedy = "train with the rule `ScoreAll()`, which keeps all, or give the rollouts to `whence llm score`"
+            notes.append(f"No response of this round was scored. To see scores, {remedy}.")
             return table
-        if self.directory.config.get("policy", "") is None and not is_custom(self.directory):
+        if not self.can_score:
             notes.append("The run was recorded around its environments alone: without a policy no record has a score.")
             return table
         failure = "Nothing was scored in this round, and scoring it now failed"

@@ -120,7 +120,7 @@ def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Column]:
     except (IndexError, OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
         return list(RESPONSES if run.is_language else STEPS)
     # An agent's scores are computed when a round is opened.
-    computed = [] if "score" in names or run.is_language else ["score", "error"]
+    computed = [] if "score" in names or run.is_language or not run.can_score else ["score", "error"]
     computed += ["score_per_token"] if {"score", "tokens"} <= {*names} else []
     return list_columns([*names, *computed], is_language=run.is_language)
 
@@ -331,7 +331,7 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
 def _make_rows(
     run: ExploredRun, number: int, moments: Sequence[Moment], records: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the grid's rows, up to `ROWS`: some records, the moments' faces, the rest of their stretches, then others.
+    """Return the grid's rows, up to `ROWS`: flagged, the moments' faces, `records`, the rest of stretches, then others.
 
     Each has `differs`, whether its score differs from 0, and `groups`, the names of its groups.
     """
@@ -341,7 +341,7 @@ def _make_rows(
     faces = [moment.record_id for moment in moments]
     others = [record for moment in moments for record in moment.record_ids]
     flagged = table.filter(pl.col("flag").is_not_null())["record_id"].to_list()
-    ids = list(dict.fromkeys([*records, *flagged, *faces, *others, *table["record_id"]]))[:ROWS]
+    ids = list(dict.fromkeys([*flagged, *faces, *records, *others, *table["record_id"]]))[:ROWS]
     wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})
     rows = wanted.join(table, on="record_id", how="inner", maintain_order="left")
     differs = pl.col("differs") if "differs" in rows.columns else pl.lit(None)

@@ -69,11 +69,13 @@ def turn_round(page: Page) -> float:
 def search(page: Page) -> float:
     """Return the seconds until a condition on all rounds is answered."""
     page.select_option("#grid-scope", "all")
-    page.wait_for_function("document.getElementById('grid-note').textContent.includes('300 rounds')")
+    page.wait_for_function("() => document.getElementById('grid-note').textContent.includes('300 rounds')")
     start = time.perf_counter()
     page.fill("#grid-where", "advantage < -1")
     page.keyboard.press("Enter")
-    page.wait_for_function("/^(?!76,800)[\\d,]+ of the 76,800/.test(document.getElementById('grid-note').textContent)")
+    page.wait_for_function(
+        "() => /^(?!76,800)[\\d,]+ of the 76,800/.test(document.getElementById('grid-note').textContent)"
+    )
     return time.perf_counter() - start
 
 

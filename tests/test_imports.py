@@ -67,6 +67,12 @@ def test_a_command_is_imported_when_it_is_called():
     assert loaded & modules == {"whence.cli.commands.list_command"}
 
 
+def test_commands_load_no_library_that_language_models_alone_need():
+    places = {place.partition(":")[0] for place in COMMANDS.values()}
+    loaded = loaded_by("\n".join(f"import whence.cli.commands.{place}" for place in places))
+    assert not loaded & {"transformers", "trl", "datasets", "accelerate", "peft"}
+
+
 HEAVY = {"torch", "polars", "scipy", "stable_baselines3", "gymnasium", "transformers", "plotly", "jinja2"}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from whence.core import WhenceError, suggest
 from whence.lab.arms import ANY, GROUPS, LANGUAGE_ARMS, LANGUAGE_TARGETS, Arm, find_arm, split_arm
 from whence.selection import SelectionRule
-from whence.stored.language import LanguageConfig, make_trainer_config
+from whence.stored.language import LanguageConfig
 
 
 def read_arm(name: str) -> tuple[Arm, str | None]:
@@ -85,6 +85,8 @@ def configure_trainer(config: LanguageConfig, output_dir: str = "runs/checked") 
         Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
     """
     check_arm(config)
+    from whence.stored.language import make_trainer_config  # needs Transformers, which a comparison of agents lacks
+
     trainer_config = make_trainer_config(config, output_dir)
     if config.algorithm != "ppo" and read_arm(config.arm)[0].unit:
         from whence.llm.trl.completions import check_selectable  # TRL takes seconds to import

@@ -48,9 +48,9 @@ SHOWN = ("torch", "stable-baselines3", "gymnasium", "transformers", "trl", "pola
 
 HEAD = f"""# Oldest and newest versions
 
-`make versions` runs {len(TESTS)} files and folders of tests, those that other libraries' versions can break, in an
-environment of its own for each row. "Oldest" has the lower bounds of `pyproject.toml`, but for torch; "newest" is what
-pip takes without pins. `make test` has the pinned versions and all tests.
+`make versions` runs {len(TESTS)} files and folders of tests, those that other libraries' versions can break,
+in an environment of its own for each row. "Oldest" has the lower bounds of `pyproject.toml`, but
+for torch; "newest" is what pip takes without pins. `make test` has the pinned versions and all tests.
 
 | set | Python | {" | ".join(SHOWN)} | date | passed | failed | skipped |
 |{" --- |" * (len(SHOWN) + 6)}
@@ -97,7 +97,7 @@ def install(name: str, python: str) -> tuple[Path, str]:
     command = [str(executable), "-m", "pip", "install", "--quiet", *options, *PACKAGES]
     done = subprocess.run(command, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True)
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    return executable, errors[0] if done.returncode and errors else ""
+    return executable, (errors or ["pip failed"])[0] if done.returncode else ""
 
 
 def list_versions(executable: Path) -> list[str]:
@@ -106,33 +106,33 @@ def list_versions(executable: Path) -> list[str]:
     return subprocess.check_output([str(executable), "-c", code, *SHOWN], text=True).split()
 
 
-def run(name: str, python: str) -> list[str]:
-    """Return a set's row."""
+def run(name: str, python: str) -> tuple[list[str], bool]:
+    """Return a set's row, and whether something failed."""
     missing = ["–"] * len(SHOWN)
     if not has_python(python):
-        return [name, python, *missing, str(date.today()), *["not run: no such Python here", "–", "–"]]
+        return [name, python, *missing, str(date.today()), "not run: no such Python here", "–", "–"], False
     executable, error = install(name, python)
     if error:
-        return [name, python, *missing, str(date.today()), f"not installed: {error}", "–", "–"]
+        return [name, python, *missing, str(date.today()), f"not installed: {error}", "–", "–"], True
     command = [str(executable), "-m", "pytest", "--numprocesses", "2", "--dist", "loadfile", *TESTS]
     done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
     print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))))
-    return [name, python, *list_versions(executable), str(date.today()), *count(done.stdout)]
+    return [name, python, *list_versions(executable), str(date.today()), *count(done.stdout)], bool(done.returncode)
 
 
 def main(names: Sequence[str]) -> int:
     """Run the sets of these names, or all, and write their rows; return whether a test failed."""
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    lines = TABLE.read_text(encoding="utf-8").splitlines() if TABLE.exists() else []
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
     code = 0
     for name, python in SETS.items():
         if names and name not in names:
             continue
-        row = run(name, python)
-        code |= row[-2] not in ("0", "–")
+        row, has_failed = run(name, python)
+        code |= has_failed
         rows[name] = f"| {' | '.join(row)} |"
         print(rows[name], flush=True)
-        TABLE.write_text(HEAD + "".join(f"{rows[one]}\n" for one in SETS if one in rows))
+        TABLE.write_text(HEAD + "".join(f"{rows[one]}\n" for one in SETS if one in rows), encoding="utf-8")
     return code
 
 

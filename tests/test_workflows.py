@@ -1,4 +1,4 @@
-"""Workflows run what the repository has, with pinned actions, few permissions and no secrets."""
+"""Workflows run what the repository has, with actions of a version, few permissions and no secrets."""
 
 import re
 from pathlib import Path
@@ -39,6 +39,11 @@ def test_only_the_job_that_publishes_may_write(name: str, rights: dict[str, str]
     assert jobs["publish"]["needs"] == "build"
     assert jobs["publish"]["permissions"] == {"id-token": "write", **rights}
     assert jobs["build"]["permissions"] == {"contents": "read"}
+
+
+def test_nothing_is_released_untested() -> None:
+    assert yaml.safe_load(WORKFLOWS["release"])["jobs"]["build"]["needs"] == "tests"
+    assert yaml.safe_load(WORKFLOWS["tests"])["permissions"] == {"contents": "read"}
 
 
 def test_the_site_that_is_published_is_the_one_that_is_built() -> None:

@@ -2,7 +2,7 @@
 
 Run: `python -m studies.collapse.repeat results/collapse [--runs out/collapse] [--only planted]`. Eight seeds of twelve
 rounds each, or of six more than until the return fell. A change in the environment is undone in a second question,
-whose unchanged trainings have it no more.
+in which the unchanged trainings run without it.
 """
 
 from functools import partial

@@ -113,6 +113,14 @@ def compare(rows: Sequence[Row], tested: dict[Key, Row]) -> str:
     return table([["says that it broke", *groups], *lines])
 
 
+def say(row: Row) -> str:
+    """Return what other seeds did in a sentence; where the change was undone, as a count alone."""
+    if row["question"] == "again":
+        return str(row["text"])
+    (variant,) = row["variants"]
+    return f"{variant['broke']} of {variant['of']} other seeds break."
+
+
 def write_tables(out: Path) -> None:
     """Write tables.md."""
     every = read_list(out / "runs.parquet", judge.KEYS)
@@ -122,7 +130,7 @@ def write_tables(out: Path) -> None:
     heads = ["training", "broke", "round said", "true round", "unusual until then", "cause named", "other seeds break"]
     shown = [row for row in rows if has_broken(row, tested) or row["drop"] is not None]
     others = [f"{row['name']} {row['seed']}" for row in rows if row["kind"] == "natural" and row not in shown]
-    texts: list[Any] = [f"- **{name}**, {question}: {row['text']}" for (name, question), row in answers.items()]
+    texts: list[Any] = [f"- **{name}**, {question}: {say(row)}" for (name, question), row in answers.items()]
     write_page(
         out / "tables.md",
         "# Collapses",

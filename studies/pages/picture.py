@@ -1,7 +1,8 @@
 """Draw the README's picture: the page of a run, as `whence view` serves it, with a moment open.
 
 Run: `python -m studies.pages.picture out/lander docs/page.png --round 45 --record 90625 --height 720`.
-The run is that of results/pages. Needs a Chromium.
+The run is of `whence train LunarLander-v3 --selection iif --drop 0.125 --rounds 150 --record-rounds 10-150:10 --seed 0
+--run out/lander`. Needs a Chromium.
 """
 
 import shutil

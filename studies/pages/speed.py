@@ -58,11 +58,10 @@ def open_page(page: Page, address: str) -> float:
 
 def turn_round(page: Page) -> float:
     """Return the seconds until the round before is shown."""
-    name = page.locator("#explorer-round-name b").inner_text()
+    page.evaluate("() => document.querySelectorAll('.card').forEach((card) => card.setAttribute('data-old', ''))")
     start = time.perf_counter()
     page.get_by_role("button", name="Previous round").click()
-    page.wait_for_function("(name) => document.querySelector('#explorer-round-name b').textContent !== name", arg=name)
-    page.locator(FIRST_SCREEN).first.wait_for()
+    page.locator(".card:not([data-old])").first.wait_for()
     return time.perf_counter() - start
 
 

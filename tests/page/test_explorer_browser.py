@@ -345,7 +345,7 @@ class TestGrid:
         expect(page.locator(".card.named")).to_have_count(2)
         expect(page.locator("#findings-list li.named")).to_have_count(1)
         page.locator(".card.named").first.click()
-        expect(page.locator("#moment .moment-body p").first).to_contain_text("It shows what is found: Fire left harms")
+        expect(page.locator("#moment .moment-body p").first).to_contain_text("Part of the finding: Fire left harms")
         page.keyboard.press("Escape")
         page.get_by_role("button", name="Show all records").click()
         expect(page.locator("#grid .tabulator-row.named")).to_have_count(1)  # the other is on another page

@@ -96,7 +96,7 @@
     const column = columns[place];
     const { runIndex, round } = column.content();
     const faces = [...round.worst, ...round.best].map((moment) => moment.record);
-    const finding = listNamed({ round: round.round }).has(record) ? followed() : null;
+    const finding = place === 0 && listNamed(round).has(record) ? followed() : null;
     Whence.moment.show({
       run: runIndex, round: round.round, record, finding,
       list: finding && source.served ? finding.records : faces, // a file holds some of them

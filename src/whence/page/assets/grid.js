@@ -139,9 +139,10 @@ Whence.makeGrid = (parts) => {
       built = true;
       if (late || picked.words || !source.served) filter();
     });
-    // What is told before the rows are drawn invites a click on a row that goes.
+    // The count is told after the rows are drawn; a click before that would hit a row that is replaced.
     mine.on("dataProcessed", () => {
-      if (mine === table && answer) tell(answer.last_row, answer.records, answer.left_out);
+      if (mine !== table || !answer) return;
+      tell(answer.last_row, answer.records, answer.left_out);
       answer = null;
     });
     if (!source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) tell(rows.length, scope.value ? records : round.records); });
@@ -195,6 +196,7 @@ Whence.makeGrid = (parts) => {
           if (shown !== key) return await new Promise(() => {});
           return (answer = page);
         } catch (error) {
+          if (shown !== key) return await new Promise(() => {});
           answer = null;
           note.textContent = error.message;
           flagging.hidden = true;

@@ -102,8 +102,9 @@ Whence.moment = (() => {
     body.scrollTop = 0;
   }
 
-  // What the finding says that this moment is one of.
-  const recall = () => view.finding ? element("p", { class: "note" }, "It shows what is found: ", ...Whence.withCode(view.finding.title), ".") : null;
+  // A reader may step on to records that the finding does not name.
+  const isNamed = () => view.finding?.round === view.round && view.finding.records.includes(view.record);
+  const recall = () => isNamed() ? element("p", { class: "note" }, "Part of the finding: ", ...Whence.withCode(view.finding.title), ".") : null;
 
   const isResponse = ({ response }) => response !== undefined && response !== null;
 

@@ -246,7 +246,7 @@ def look_at_line():
         (Deaf, "effects of actions", "wrong", "No action does anything"),
         (SeldomHears, "effects of actions", "unusual", "No action does anything in most states"),
         (Twins, "effects of actions", "unusual", "Actions 1, 2 do the same"),
-        (DeadStretch, "effects of actions", "unusual", "a0 does the same from -1 to 0"),
+        (DeadStretch, "effects of actions", "unusual", "a0 does the same from −1 to 0"),
         (DeadStretch, "effects of actions", "unusual", "a1 does nothing"),
         (IntEnds, "types of what is returned", "wrong", "Terminated is of type int"),
         (NoNumber, "types of what is returned", "wrong", "The reward is NaN"),

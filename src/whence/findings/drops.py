@@ -270,7 +270,7 @@ def describe_change(change: Change, number: int, drop: Drop) -> tuple[str, str]:
     compared = f"after {change.usual:.3g} in the rounds before"
     if change.series.kind.endswith(ITSELF):
         compared = "where no healthy run comes"
-    title = f"{when}: {change.series.words} is {change.value:.3g}, {compared}".replace(" -", " −")
+    title = f"{when}: {change.series.words} is {change.value:.3g}, {compared}"
     return title, _ADVICE.get(change.series.kind.removesuffix(ITSELF), "Look at that round: `whence view`.")
 
 

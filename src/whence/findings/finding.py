@@ -1,5 +1,6 @@
 """Findings: what is said of a run; checks: what was looked at; and sights, which are what a detector sees."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -41,6 +42,10 @@ class Finding:
     round: int | None = None
     record_ids: tuple[int, ...] = ()
     next_command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("title", "evidence"):  # negative numbers have a minus sign; 1e-07 and names stay
+            object.__setattr__(self, name, re.sub(r"(?<![\w`.])-(?=\.?\d)", "−", getattr(self, name)))
 
 
 @dataclass(frozen=True)

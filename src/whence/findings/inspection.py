@@ -87,8 +87,7 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
         return Check(name, "fine", f"{text}, but by chance in {sight.p:.1%} of such runs")
     number, ids = link_records(sight.mask, evidence)
     words = " ".join([sight.evidence, f"It is {text}.", *([] if sight.p is None else [say_chance(sight.p)])])
-    title = sight.title.replace(" -", " −")
-    finding = Finding(sight.kind, title, words, sight.advice, outcome, sight.p, number, ids)
+    finding = Finding(sight.kind, sight.title, words, sight.advice, outcome, sight.p, number, ids)
     return Check(name, outcome, text, finding)
 
 

@@ -230,10 +230,7 @@ def look_at_drop(evidence: Evidence) -> Sight:
 def list_precursors(history: History, drop: Drop, healthy: Mapping[str, float]) -> list[Change]:
     """Return what was beyond healthy runs until a drop: what was so first, then what was so the furthest.
 
-    Args:
-        history: the run's.
-        drop: its drop.
-        healthy: the largest change of each kind of number in healthy runs.
+    `healthy` is the largest change of each kind of number in healthy runs.
     """
     first = dict[str, Change]()
     for place in range(max(0, drop.place - WINDOW), drop.place + 1):

@@ -96,9 +96,8 @@ _PICKS: Mapping[str, Pick] = {
 
 def read_returns(run: RunDirectory) -> tuple[NDArray[np.int64], Numbers]:
     """Return the numbers of a run's rounds, and the mean return of the episodes that ended in each."""
-    rounds, rows, ongoing = list_whole_rounds(run), list[dict[Key, float]](), dict[int, tuple[float, int]]()
-    for number in rounds:
-        rows.append(_count_episodes(run.round("records", int(number)), ongoing))
+    rounds, ongoing = list_whole_rounds(run), dict[int, tuple[float, int]]()
+    rows = [_count_episodes(run.round("records", int(number)), ongoing) for number in rounds]
     return rounds, choose_returns(np.array([row.get(RETURN, np.nan) for row in rows]), run.table("metrics"), rounds)
 
 

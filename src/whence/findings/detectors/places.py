@@ -70,11 +70,7 @@ FLOOR = 0.01
 
 
 def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
-    """Return the states that have a next one, the standardised change to it, and their rows.
-
-    Raises:
-        CannotTellError: nothing is seen, or there are too few records.
-    """
+    """Return the states that have a next one, the standardised change to it, and their rows."""
     rows = np.flatnonzero(evidence.has_next)
     if len(rows) < LEAST_RECORDS:
         raise CannotTellError(f"there are {len(rows)} steps, and {LEAST_RECORDS} are needed")
@@ -85,11 +81,7 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
 
 
 def list_lags(evidence: Evidence, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return by how many steps something may be late, and the positions in `rows` of steps that have one before them.
-
-    Raises:
-        CannotTellError: these are too few for any.
-    """
+    """Return by how many steps something may be late, and the places in `rows` of steps that have one before them."""
     episodes = evidence.episodes[rows]
     lags = [
         (lag, lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag])))
@@ -355,9 +347,6 @@ def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measur
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
     Those that a change explains best, for all of their records together, are compared, with their ends moved.
-
-    Raises:
-        CannotTellError: no place is like the rest of the run.
     """
 
     def weigh(place: Place) -> float:

@@ -55,10 +55,6 @@ def open_language(
 
     A copy of the policy before the first round goes through all rounds as `train_again` does, by the run's settings. In
     one seed all trainings share their orders, and the random numbers of fresh answers.
-
-    Raises:
-        RunDirectoryError: a round lacks tokens or advantages, or the policy before the first one was not kept.
-        WhenceError: a text is to be matched in no answers, or the run holds no settings of the training.
     """
     for number, table in tables.items():
         if missing := [name for name in ("prompt_ids", "response_ids", "advantage") if name not in table.columns]:

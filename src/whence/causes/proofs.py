@@ -282,11 +282,7 @@ def list_trained(tables: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
 
 
 def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
-    """Return the records to leave out, in order, without those that did not train.
-
-    Raises:
-        WhenceError: none is left, or more of a round than there are others to compare with.
-    """
+    """Return the records to leave out, in order, without those that did not train; refuse none, or most of a round."""
     chosen = left_out.select(KEYS).unique().join(trained.select(KEYS), on=KEYS, how="semi").sort(KEYS)
     if chosen.is_empty():
         raise WhenceError(
@@ -304,11 +300,7 @@ def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFram
 
 
 def name_top(ranked: pl.DataFrame, top: int) -> pl.DataFrame:
-    """Return the records that a finder scores highest.
-
-    Raises:
-        WhenceError: fewer score above 0.
-    """
+    """Return the records that a finder scores highest; refuse where fewer score above 0."""
     above = ranked.filter(pl.col("score") > 0)
     if len(above) < top:
         raise WhenceError(

@@ -285,9 +285,6 @@ class _Returns(BaseCallback):
         self.means.append(float(np.mean(self.ended)) if self.ended else np.nan)
 
 
-_MakeCallback = Callable[[int], _WithoutRecords]
-
-
 @dataclass(frozen=True)
 class _Beginning:
     """Where trainings begin: after round `start` of a run, for some rounds; `saved` is the checkpoint there."""

@@ -39,11 +39,7 @@ class Questions:
         self._pool = self._make_pool()
 
     def ask(self, answer: Answer, run: ExploredRun, number: int, record: int, setting: Any) -> dict[str, Any]:
-        """Return an answer in JSON types, from memory if the round and the number of policies are what they were.
-
-        Raises:
-            WhenceError: a later question came, or the server ends; or what `answer` raises.
-        """
+        """Return an answer in JSON types, from memory if the round and the number of policies are what they were."""
         directory = run.directory
         state = stamp_file(directory.round_path("records", number)), len(directory.rounds("policies"))
         key = (answer, directory.path, number, record, setting, state)

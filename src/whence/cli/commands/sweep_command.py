@@ -18,7 +18,6 @@ from whence.cli.terminal import (
     resumable,
 )
 from whence.core import WhenceError, suggest
-from whence.lab import Planned, write_tables
 
 
 def sweep(
@@ -61,7 +60,7 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _choose_runs(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[Planned]:
+def _choose_runs(runs: Sequence[lab.Planned], names: Sequence[str], file: Path) -> list[lab.Planned]:
     """Return the runs that a name stands for: an experiment, one of its arms, or a run."""
     known = dict.fromkeys("/".join(run.name.split("/")[:parts]) for run in runs for parts in (1, 2, 3))
     for name in names:
@@ -80,7 +79,7 @@ def table(
     """
     results = lab.load_sweep(out)
     summary = lab.summarise_sweep(results)
-    text = write_tables(results, summary, out)
+    text = lab.write_tables(results, summary, out)
     if json:
         print_json({"experiments": summary})
         return

@@ -33,22 +33,6 @@ from whence.cli.terminal import (
     with_options,
 )
 from whence.core import WhenceError, suggest
-from whence.lab import (
-    ARMS,
-    CONTROL,
-    LANGUAGE_ARMS,
-    LANGUAGE_TARGETS,
-    READING,
-    STANDARD,
-    AnyConfig,
-    Comparison,
-    Planned,
-    RunConfig,
-    make_summary,
-    read_presets,
-    runner_of,
-    split_arm,
-)
 from whence.lab.language import plan_language_comparison
 from whence.page import COMPARED_ROUNDS, ExploredRun, spread, write_report
 from whence.runs import RunDirectory
@@ -75,14 +59,16 @@ _ABOUT_PPO = {
 _PPO = "PPO, by Stable-Baselines3's names"
 _NETWORK = ("policy", "policy_kwargs", "optimizer")
 _ELSEWHERE = ("env", "arm", "seed", "hyperparameters", "target_args", *_NETWORK)
-_FIELDS = [each.name for each in fields(RunConfig) if each.name not in _ELSEWHERE]
+_FIELDS = [each.name for each in fields(lab.RunConfig) if each.name not in _ELSEWHERE]
 _PANEL = "The run, by the names of its config.json"
 
 
 def _make_run_options(**defaults: Any) -> list[FieldOption]:
     return [
-        *make_field_options(RunConfig, names=_FIELDS, panel=_PANEL, defaults=defaults),
-        *make_field_options(RunConfig, names=_NETWORK, panel=_PPO, defaults={"policy": "what suits the observations"}),
+        *make_field_options(lab.RunConfig, names=_FIELDS, panel=_PANEL, defaults=defaults),
+        *make_field_options(
+            lab.RunConfig, names=_NETWORK, panel=_PPO, defaults={"policy": "what suits the observations"}
+        ),
         *(
             FieldOption(name, [float if default is None else type(default)], _ABOUT_PPO[name], default, _PPO)
             for name, default in HYPERPARAMETERS.items()
@@ -95,19 +81,19 @@ _TRAIN_OPTIONS, _COMPARE_OPTIONS = _make_run_options(eval_episodes=0), _make_run
 _NONE = "none"
 """The name of the standard arm of language models on the command line; results use the standard arm's own."""
 
-_SELECTIONS = ", ".join(_NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
+_SELECTIONS = ", ".join(_NONE if arm == lab.STANDARD else arm for arm in lab.LANGUAGE_ARMS)
 _OTHERS = [each.name for each in fields(LanguageConfig) if each.name not in ("arm", "seed", "settings", *SOURCE)]
 _LANGUAGE_OPTIONS = [
     *make_field_options(LanguageConfig, names=_OTHERS, panel=_PANEL),
     *make_field_options(LanguageConfig, names=SOURCE, panel="A model and data of your own"),
 ]
 
-_ARMS = f"{', '.join(ARMS)}; `whence list arms` tells what they do."
+_ARMS = f"{', '.join(lab.ARMS)}; `whence list arms` tells what they do."
 
 Preset: TypeAlias = Annotated[
     str | None,
     options.optional(
-        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}."
+        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(lab.read_presets())}."
     ),
 ]
 Seed: TypeAlias = Annotated[int, typer.Option(help="Of everything random.")]
@@ -206,8 +192,8 @@ def train_language(
     target: Annotated[
         str | None,
         options.optional(
-            help=f"What a response's score says it raises: {', '.join(LANGUAGE_TARGETS)}. (default: sequence for iif, "
-            "validation for ippo)"
+            help=f"What a response's score says it raises: {', '.join(lab.LANGUAGE_TARGETS)}. "
+            "(default: sequence for iif, validation for ippo)"
         ),
     ] = None,
     rounds: LanguageRounds = None,
@@ -259,7 +245,7 @@ def compare_language(
         raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {_SELECTIONS}.")
     overrides = _collect_language_fields(values)
     configs = plan_language_comparison(names, seeds, settings=_parse_settings(settings, rounds), **overrides)
-    runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
+    lab.runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 
 
@@ -285,9 +271,9 @@ def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_arm(selection: str, target: str | None = None) -> str:
     """Return the arm of a selection and a target."""
-    if split_arm(selection)[0].removeprefix(CONTROL) not in (_NONE, *LANGUAGE_ARMS):
+    if lab.split_arm(selection)[0].removeprefix(lab.CONTROL) not in (_NONE, *lab.LANGUAGE_ARMS):
         raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, _SELECTIONS.split(', '))}")
-    selection = STANDARD if selection == _NONE else selection
+    selection = lab.STANDARD if selection == _NONE else selection
     return selection if target is None else f"{selection}-{target}"
 
 
@@ -297,11 +283,11 @@ def _parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
     return values | ({} if rounds is None else {"rounds": rounds})
 
 
-def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, json: bool, **settings: Any) -> None:
+def _train(config: lab.AnyConfig, run: Path | None, name: str, *, overwrite: bool, json: bool, **settings: Any) -> None:
     """Train below a progress bar, write the run's page, and print its last round and where its files are."""
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', name)}-{config.arm}-seed{config.seed}"
     log_to_terminal()
-    runner: Any = runner_of(config)
+    runner: Any = lab.runner_of(config)
     runner.prepare(config)
     with resumable(), RunBar(config.rounds) as bar:
         runner.run(config, path, bar.update, overwrite=overwrite, **settings)
@@ -322,9 +308,9 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
     print_paths({"Run": path, **model, "Page": page})
 
 
-def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
+def _compare(configs: Sequence[lab.AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
-    with resumable(), PlannedBars([Planned(None, config.arm, config) for config in configs]) as bars:
+    with resumable(), PlannedBars([lab.Planned(None, config.arm, config) for config in configs]) as bars:
         comparison = lab.compare(configs, out, watch=bars, **settings)
     with RoundBar() as rounds_bar:
         lab.write_comparison(comparison, out / "report.html", on_round=rounds_bar.update)
@@ -335,10 +321,10 @@ def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings:
     print_paths({"Numbers": out / "summary.json", "Page": out / "report.html"})
 
 
-def _print_comparison(comparison: Comparison) -> None:
+def _print_comparison(comparison: lab.Comparison) -> None:
     """Print a verdict on each arm, the table of metrics, and how to read it."""
     ((env, _),) = comparison.summary.items()
-    summary = make_summary(comparison)
+    summary = lab.make_summary(comparison)
     seeds = len({config.seed for config in comparison.configs})
     for verdict in summary.verdicts:
         print_line(verdict)
@@ -351,4 +337,4 @@ def _print_comparison(comparison: Comparison) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)
-    console.print(READING, style="dim", markup=False)
+    console.print(lab.READING, style="dim", markup=False)

@@ -68,11 +68,7 @@ def encode_frames(frames: Frames, face: int) -> dict[str, Any] | None:
 def read_picture(row: Mapping[str, Any], space: Any) -> NDArray[np.uint8] | None:
     """Return the stored observation of a record as a picture (height, width, 3); None of what is no picture.
 
-    Of a Dict it is the first picture, and of a stack of frames the last frame.
-
-    Args:
-        row: the record's row.
-        space: the run's space of observations, as its configuration has it.
+    Of a Dict it is the first picture, and of a stack of frames the last frame. `space` is the configuration's.
     """
     for column in list_observations(list(row)):
         part: Any = space

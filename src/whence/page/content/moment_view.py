@@ -140,13 +140,8 @@ def gather_moment(
 ) -> MomentView:
     """Return all that is known about a moment; what cannot be had is said in a note.
 
-    Args:
-        run: the run.
-        number: the round, from 1.
-        moment: the moment.
-        rollouts: fresh rollouts by which an agent's advantage is measured; 0: it is not.
-        steps: the steps to draw.
-        replay: the frames and their note, if they were drawn already.
+    By so many fresh rollouts an agent's advantage is measured. The steps are drawn, unless `replay` has their frames
+    and their note already.
     """
     row, window = run.record(number, moment.record_id), read_window(run.round(number).table, moment)
     target = name_target(run.directory.config.get("target"))

@@ -39,9 +39,6 @@ def make_env(
         observe: the part of dict observations to observe; None: all.
         checked: let Gymnasium check its first steps, and warn of them.
         options: further arguments, for an environment that takes them.
-
-    Raises:
-        WhenceError: it is not known, or its constructor or a wrapper's fails; the message names it.
     """
     module, _, attribute = name.rpartition(":")
     try:
@@ -115,11 +112,7 @@ def _evaluate(model: BaseAlgorithm, env: VecEnv, episodes: int, seed: int) -> ND
 
 
 def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
-    """Refuse an observation or an action that a policy's spaces do not contain.
-
-    Raises:
-        WhenceError: a shape differs, a value is out of range, or the numbers of observations and actions differ.
-    """
+    """Refuse an observation or an action that a policy's spaces do not contain, or different numbers of both."""
     if isinstance(actions, spaces.Box):
         # A policy's actions exceed the bounds, too: SB3 clips them only on their way to the environment.
         actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
@@ -146,9 +139,7 @@ def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]
 def action_labels(env_id: str | None, config: Mapping[str, Any] | None = None) -> list[str] | None:
     """Return the names of an environment's discrete actions, in their order; None if they are not known.
 
-    Args:
-        env_id: a Gymnasium id such as LunarLander-v3, also as module:Id; None: not known.
-        config: a run's configuration, whose own `names` come first.
+    The id is Gymnasium's, also as module:Id. A run's configuration may hold names of its own, which come first.
     """
     return _find_names(env_id, "actions", config or {})
 

@@ -30,11 +30,7 @@ def _read_task_settings() -> Mapping[str, Any]:
 
 
 def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]:
-    """Return a task's settings of an algorithm that differ from the algorithm's defaults.
-
-    Raises:
-        WhenceError: the task has no such size.
-    """
+    """Return a task's settings of an algorithm that differ from the algorithm's defaults."""
     if task is None:
         return {}
     tasks = _read_task_settings()
@@ -175,11 +171,7 @@ class LanguageConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_json` returned.
-
-        Raises:
-            WhenceError: a field is missing, unknown, or has a value that no run has.
-        """
+        """Return the configuration that `to_json` returned; a field of another kind is refused."""
         if isinstance(values, Mapping):  # older runs say by which layers they were scored
             values = {name: value for name, value in values.items() if name != "layers"}
         return read_table(cls, "A run", values)

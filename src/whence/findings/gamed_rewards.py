@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -105,8 +105,7 @@ def _test_pairs(table: pl.DataFrame, rounds: Int[np.ndarray, " r"], pairs: list[
         for name in numbers
         for part in (*beginnings, last)
     }
-    ends = {name: (table[name].min() or 0.0, table[name].max() or 0.0) for name in numbers}
-    ranges: dict[str, tuple[float, float]] = ends  # type: ignore[assignment]
+    ranges: dict[str, Any] = {name: (table[name].min() or 0.0, table[name].max() or 0.0) for name in numbers}
     spans = {name: high - low for name, (low, high) in ranges.items()}
 
     @cache

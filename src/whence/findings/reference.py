@@ -52,11 +52,7 @@ def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> t
         return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"
     if statistic < detector.least:
         return "fine", "too little to matter"
-    text = (
-        f"larger than in any run of {count} healthy environments"
-        if largest
-        else f"seen in no run of {count} healthy environments"
-    )
+    text = f"{'larger than in any' if largest else 'seen in no'} run of {count} healthy environments"
     if statistic <= MARGIN * largest or count < FEWEST or detector.most == "unusual":
         return "unusual", text
     return "wrong", f"{text}, {statistic / largest:.3g} times the largest" if largest else text

@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
+from whence.findings.detectors.models import Matrix
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError
 from whence.findings.history import FEW
-
-Matrix = Float[np.ndarray, "n d"]
 
 LEAST_RECORDS = 500
 """Records from which on something is said of a model: a few for each of its columns."""

@@ -3,13 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.detectors.models import expand, predict_each
+from whence.findings.detectors.models import Matrix, expand, predict_each
 from whence.findings.detectors.places import (
     FITTED,
     FLOOR,
     MATCHED,
     Atlas,
-    Matrix,
     Misfit,
     Ridge,
     find_outstanding,

@@ -15,11 +15,6 @@ from whence.page.content import ExploredRun, choose_round, stamp_file
 from whence.runs import RunDirectory
 from whence.stored.agents import AnyEnv
 
-ENDED = "the process that computes it ended. Open this record again."
-
-SUPERSEDED = "another record was asked about before this one was answered. Ask again."
-"""Why a question has no answer."""
-
 _CONTEXT = multiprocessing.get_context("spawn")
 
 _newest: Any = None
@@ -55,7 +50,7 @@ class Questions:
             content: dict[str, Any] = future.result()
         except (BrokenProcessPool, CancelledError):
             self._pool = self._make_pool()
-            raise WhenceError(ENDED) from None
+            raise WhenceError("the process that computes it ended. Open this record again.") from None
         if mine == self._newest.value:  # a measurement that was ended says so, and is no answer
             self._answers[key] = content
         return content
@@ -104,7 +99,7 @@ def _answer(
 ) -> dict[str, Any]:
     def check(*progress: int) -> None:
         if mine != _newest.value:
-            raise WhenceError(SUPERSEDED)
+            raise WhenceError("another record was asked about before this one was answered. Ask again.")
 
     check()
     return answer(_open_run(path, trust, env), number, record, setting, check)

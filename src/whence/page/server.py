@@ -86,13 +86,9 @@ def serve(
     continuations: int = CONTINUATIONS,
     on_start: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve the page of some runs until Ctrl-C.
+    """Serve the page of some runs until Ctrl-C; `on_start` is called with its address once it can be asked.
 
-    Args:
-        runs: in the order of their numbers on the page.
-        port: 0 picks a free one; None picks one by the first run's path, so that links to records stay.
-        continuations: rollouts by which an opened record's advantage is measured.
-        on_start: called with the page's address once it can be asked.
+    Port 0 picks a free one; None picks one by the first run's path, so that links to records stay.
     """
     try:
         listener = _listen(runs) if port is None else socket.create_server((HOST, port))

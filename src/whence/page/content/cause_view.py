@@ -1,7 +1,7 @@
 """Causes of a decision or a response as terminal, pictures and page show them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.causes import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
+from whence.causes import OnRound, compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.core import Action
 from whence.page.content.explored_run import LOCK, ExploredRun
 from whence.page.content.frames import make_thumb, replay_moments
@@ -136,7 +136,7 @@ def gather_causes(
     by: str,
     most: int,
     framed: int,
-    on_round: Callable[[int, int], None],
+    on_round: OnRound,
 ) -> CauseView:
     """Score the records of all rounds of an agent for a decision, and return what taught it.
 
@@ -166,9 +166,7 @@ def gather_causes(
     )
 
 
-def build_causes(
-    run: ExploredRun, number: int, record: int, by: str, on_round: Callable[[int, int], None]
-) -> dict[str, Any]:
+def build_causes(run: ExploredRun, number: int, record: int, by: str, on_round: OnRound) -> dict[str, Any]:
     """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments."""
     if run.is_language:
         return _explain_tokens(run, number, record)

@@ -63,13 +63,7 @@ class Round(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """An advantage by fresh rollouts.
-
-    Attributes:
-        mc_advantage: the advantage; None if it could not be measured.
-        mc_error: its standard error.
-        mc_text: how it was measured, or why not, as a sentence.
-    """
+    """An advantage by fresh rollouts, with its standard error, and in a sentence how it was measured, or why not."""
 
     mc_advantage: float | None = None
     mc_error: float | None = None
@@ -155,9 +149,7 @@ class ExploredRun:
         Scores that were not stored are computed, unless it need not be `scored`.
         """
         flags = self.directory.flags().filter(pl.col("round") == number)
-        texts = flags.select(
-            "record_id", flag=pl.when(pl.col("note") == "").then(pl.lit("⚑")).otherwise(pl.lit("⚑ ") + pl.col("note"))
-        )
+        texts = flags.select("record_id", flag=(pl.lit("⚑ ") + pl.col("note")).replace("⚑ ", "⚑"))
         records = self.round(number) if scored else self._read_round(number, scored=False)
         return records.table.join(texts, on="record_id", how="left", maintain_order="left")
 

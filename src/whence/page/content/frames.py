@@ -112,11 +112,9 @@ def _shrink(frame: NDArray[np.uint8], width: int) -> Any:
 def _encode_smallest(pixels: bytes, size: tuple[int, int]) -> str:
     from PIL import Image
 
-    image = Image.frombytes("RGB", size, pixels)
-    return min((_encode(image, lossless=lossless) for lossless in (True, False)), key=len)
-
-
-def _encode(image: Any, *, lossless: bool) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "WEBP", lossless=lossless, quality=QUALITY, method=3)
-    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    image, texts = Image.frombytes("RGB", size, pixels), []
+    for lossless in (True, False):
+        buffer = io.BytesIO()
+        image.save(buffer, "WEBP", lossless=lossless, quality=QUALITY, method=3)
+        texts.append("data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii"))
+    return min(texts, key=len)

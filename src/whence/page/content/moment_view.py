@@ -259,8 +259,7 @@ def describe_view(view: MomentView) -> dict[str, Any]:
             "frames": encode_frames(view.frames, moment.step or 0),
             "frames_note": view.frames_note,
         }
-    rounded: dict[str, Any] = round_numbers(shown)
-    return rounded
+    return dict(round_numbers(shown))
 
 
 def _list_entries(entries: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:

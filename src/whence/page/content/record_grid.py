@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
@@ -21,19 +21,12 @@ LARGEST_PAGE = 500
 
 
 class Column(NamedTuple):
-    """A column of the grid.
-
-    Attributes:
-        key: its name in the run directory.
-        name: its heading.
-        about: its meaning.
-        kind: "score", "error", "keep", "reason", "text" or "number".
-    """
+    """A column of the grid: its name in the run directory, its heading, its meaning, and how it is shown."""
 
     key: str
     name: str
     about: str = ""
-    kind: str = "number"
+    kind: Literal["number", "score", "error", "keep", "reason", "text"] = "number"
 
 
 _ERROR = Column(

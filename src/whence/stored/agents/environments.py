@@ -31,14 +31,10 @@ from whence.sb3.episodes import Pool, evaluate_pool, find_object, reuses_world, 
 def make_env(
     name: str, kwargs: Mapping[str, Any], observe: str | None = None, *, checked: bool = True, **options: Any
 ) -> gym.Env[Any, Any]:
-    """Return an environment by its name.
+    """Return an environment by its name: an id of Gymnasium's, module:Id, or module:function, of what makes one.
 
-    Args:
-        name: an id of Gymnasium's, module:Id, or module:function, of a function or class that makes one.
-        kwargs: its arguments.
-        observe: the part of dict observations to observe; None: all.
-        checked: let Gymnasium check its first steps, and warn of them.
-        options: further arguments, for an environment that takes them.
+    Of dict observations it shows the part `observe`. Gymnasium warns of its first steps if they are `checked`.
+    `options` are further arguments, for an environment that takes them.
     """
     module, _, attribute = name.rpartition(":")
     try:

@@ -89,9 +89,8 @@ def is_squashed(run: RunDirectory) -> bool:
 
     sb3-contrib's RecurrentPPO clips them while it collects, even those of a policy that squashes.
     """
-    return run.config.get("algorithm") != "RecurrentPPO" and bool(
-        run.config.get("policy_kwargs", {}).get("squash_output", False)
-    )
+    has_squashing = bool(run.config.get("policy_kwargs", {}).get("squash_output", False))
+    return has_squashing and run.config.get("algorithm") != "RecurrentPPO"
 
 
 def make_lockstep(run: RunDirectory, env: AnyEnv, count: int, number: int, *, index: int = 0) -> VecEnv:

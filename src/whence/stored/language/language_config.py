@@ -41,10 +41,6 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     return {**of_size[task if task == "smollm2" else size], **({"beta": 0.0} if algorithm == "rloo" else {})}
 
 
-ALGORITHMS = ("ppo", "grpo", "rloo")
-DTYPES = ("float32", "bfloat16")
-
-
 @settings("A run")
 class LanguageConfig:
     """One post-training run; its results depend on nothing else.
@@ -94,7 +90,7 @@ class LanguageConfig:
     test_dataset: str | None = None
     test_reward: str | None = None
     size: str = "small"
-    dtype: Annotated[str, one_of(DTYPES)] = "float32"
+    dtype: Annotated[str, one_of(("float32", "bfloat16"))] = "float32"
     lora: Natural = 0
     held_out: Natural = 0
     test_problems: Count = 512
@@ -102,7 +98,7 @@ class LanguageConfig:
     unit: Annotated[str, one_of(LANGUAGE_UNITS)] | None = None
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
     select: Literal["in_step", "before"] | None = None
-    algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
+    algorithm: Annotated[str, one_of(("ppo", "grpo", "rloo"))] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,7 +167,11 @@ class LanguageConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_json` returned; a field of another kind is refused."""
+        """Return the configuration that `to_json` returned.
+
+        Raises:
+            WhenceError: a field is missing, unknown, or has a value that no run has.
+        """
         if isinstance(values, Mapping):  # older runs say by which layers they were scored
             values = {name: value for name, value in values.items() if name != "layers"}
         return read_table(cls, "A run", values)

@@ -71,14 +71,9 @@ from whence.stored.language.tasks import (
 
 @dataclass(frozen=True, eq=False)
 class RebuiltRound:
-    """A round's policy and rows, with what scores them.
+    """The policy that drew a round's responses, its records, a row for each, and what scores them.
 
-    Attributes:
-        model: the policy that drew the round's responses.
-        tokenizer: its tokenizer.
-        table: the round's records.
-        rows: a row for each of them.
-        scoring: how the run scored them; or by the target that was asked for. The target has rows.
+    That is how the run scored them, or by the target that was asked for, which has rows.
     """
 
     model: Any

@@ -32,7 +32,6 @@ from whence.statistics import t_interval
 if TYPE_CHECKING:
     from whence.stored.agents import AnyEnv
 
-
 FOLDER = "proofs"
 """The folder of a run that holds what was measured: a file for each question."""
 

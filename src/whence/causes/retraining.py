@@ -199,9 +199,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
     except (KeyError, OSError, RecursionError, TypeError, ValueError):
         rows, signature = [], b""
     is_taken = is_signature(signature, file, rows)
-    log.warning("%s %s", file, _TAKEN.format(len(rows)) if is_taken else _NOT_TAKEN)
+    taken = f"holds {len(rows)} trainings of this proof: they are taken from there, not measured again."
+    refused = "was not written by you in this place, or is damaged: all is measured anew."
+    log.warning("%s %s", file, taken if is_taken else refused)
     return rows if is_taken else []
-
-
-_TAKEN = "holds {} trainings of this proof: they are taken from there, not measured again."
-_NOT_TAKEN = "was not written by you in this place, or is damaged: all is measured anew."

@@ -140,8 +140,8 @@ def gather_causes(
 ) -> CauseView:
     """Score the records of all rounds of an agent for a decision, and return what taught it.
 
-    `by` is a key of `SCORED`; of the most moments at either end so many have their faces drawn. What `on_round` raises
-    ends the work.
+    `by` is a key of `SCORED`. At either end there are up to `most` moments, `framed` of them with pictures. What
+    `on_round` raises ends the work.
     """
     with LOCK:
         scores = find_causes(run.directory, target, method=by, env=run.env, on_round=on_round)

@@ -140,8 +140,8 @@ def gather_moment(
 ) -> MomentView:
     """Return all that is known about a moment; what cannot be had is said in a note.
 
-    By so many fresh rollouts an agent's advantage is measured. The steps are drawn, unless `replay` has their frames
-    and their note already.
+    An agent's advantage is measured by `rollouts` fresh rollouts, unless these are 0. `steps` are drawn, unless
+    `replay` has their frames and their note already.
     """
     row, window = run.record(number, moment.record_id), read_window(run.round(number).table, moment)
     target = name_target(run.directory.config.get("target"))

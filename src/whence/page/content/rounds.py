@@ -195,7 +195,7 @@ def build_round(
 ) -> dict[str, Any]:
     """Return a round in JSON types, as the page's contract has it; a damaged one has no records, and a note.
 
-    With `rows` it includes the grid's of the moments' records, and of further ones; a server is asked for them instead.
+    With `rows` it has the grid's rows of the moments' and of further `records`, for which a server is asked instead.
     """
     scored = run.round(number)
     table, notes = scored.table, [*scored.notes]

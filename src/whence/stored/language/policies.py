@@ -99,7 +99,7 @@ def tell_how_to_keep(run: RunDirectory) -> str:
 
 
 def require_policy(run: RunDirectory, number: int) -> Path | None:
-    """Return where a round's policy is, see `locate_policy`; where it is not there, say how to keep policies."""
+    """Return where a round's policy is, see `locate_policy`; if it is not there, the error says how to keep all."""
     path = locate_policy(run, number)
     if not has_policy(run, number):
         reason = f"{path} is not there"

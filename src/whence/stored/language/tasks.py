@@ -115,7 +115,7 @@ class Task:
 def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     """Return the task of a run; a laboratory that is not on disk is made.
 
-    Without `rewards`, no reward of the user's is loaded, and no code that the configuration names runs: to look at.
+    Without `rewards` it is a task to look at: no reward of the user's is loaded, and no code that it names runs.
     """
     task = _load_laboratory(config) if config.task else _load_user_task(config, rewards)
     return replace(task, model=add_adapter(task.model, config.lora)) if config.lora else task

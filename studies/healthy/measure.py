@@ -21,13 +21,19 @@ from whence.findings.detectors import DETECTORS
 from whence.findings.drops import EARLIER, ITSELF, LEVELS, measure_changes
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CannotTellError, Sight
-from whence.findings.history import KINDS
+from whence.findings.history import METRICS
 from whence.findings.inspection import BEFORE, measure_one
 from whence.findings.reference import TABLE
 from whence.lab import read_rows
 from whence.runs import RunDirectory
 
 KEYS = ("environment", "variant")
+
+KINDS = (
+    *(kind for kind, _ in METRICS.values()),
+    *("reward", "advantage", "value", "observation", "new observations", "action", "length"),
+)
+"""The kinds of numbers in a history."""
 
 NAMES = (*DETECTORS, *(f"{BEFORE}{kind}" for kind in (*KINDS, *(f"{kind}{ITSELF}" for kind in LEVELS))))
 """The detectors, and the kinds of numbers that are looked at before a return fell."""

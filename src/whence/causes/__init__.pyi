@@ -22,5 +22,6 @@ from .decisions import read_record as read_record
 from .finders import check_kind as check_kind
 from .grid_map import has_map as has_map
 from .proofs import format_outcome as format_outcome
+from .ranking import OnRound as OnRound
 from .ranking import sum_rounds as sum_rounds
 from .response_causes import measure_trained as measure_trained

@@ -43,10 +43,6 @@ def open_agent(
     In one seed all trainings share their minibatches, less what is left out. In the first seed these are the recorded
     ones where a round was recorded, so that training on all records of recorded rounds gives the run's own policy to
     the bit; else they are drawn by the seed.
-
-    Raises:
-        RunDirectoryError: a round is missing between the others, or the policy cannot be built again.
-        ReplayError: the environment to test in cannot be made; see `measure_returns`.
     """
     model, recordings, recorded = load_trainable_rounds(run, list(tables), env=env)
     behaviour = read_actions(run, behaviour, env=env) if isinstance(behaviour, pl.DataFrame) else behaviour

@@ -13,16 +13,9 @@ EXAMPLE = '"action = 2 and advantage < 0"'
 def select_where(
     records: pl.DataFrame, where: str, names: Sequence[str] | None = None, option: str = "--where"
 ) -> pl.Series:
-    """Return for which records a condition holds.
+    """Return for which records a condition holds; `names` are those of the observation's axes.
 
-    Args:
-        records: n records, with their observations.
-        where: the condition, such as "action = 2 and advantage < 0".
-        names: of the observation's axes, as the condition calls them.
-        option: what it was given as.
-
-    Raises:
-        WhenceError: it is no condition over the columns; the message lists them.
+    A condition that is none over the columns is refused, as `option`, by a message that lists them.
     """
     axes = read_axes(records, names)
     plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))

@@ -82,11 +82,7 @@ class PlayedEpisode:
 
 
 def make_target(parts: Sequence[RecordBatch]) -> Action:
-    """Return what was done in records of some rounds as a target; it is read with the records' action masks.
-
-    Raises:
-        WhenceError: they are of several rounds, each with a history of its own, as of a recurrent policy.
-    """
+    """Return what was done in records of some rounds as a target; it is read with the records' action masks."""
     if len(parts) == 1:
         return Action(parts[0].observations, parts[0].actions, parts[0].action_masks, parts[0])
     if parts[0].history is not None:
@@ -105,12 +101,7 @@ def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = No
 
 
 def read_actions(run: RunDirectory, keys: pl.DataFrame, *, env: AnyEnv = None) -> Action:
-    """Return what was done in stored records, by their `round` and `record_id`, as a target.
-
-    Raises:
-        WhenceError: no record is named, or a round does not hold one; or see `make_target`.
-        RunDirectoryError: the policy cannot be built again.
-    """
+    """Return what was done in stored records, by their `round` and `record_id`, as a target."""
     check_flagged(run, keys)
     parts = []
     for (number,), group in keys.group_by("round", maintain_order=True):

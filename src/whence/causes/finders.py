@@ -84,16 +84,7 @@ def find_causes(
 def check_kind(
     run: RunDirectory, *, agents: Mapping[str, Any] | None = None, language: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse options that are for runs of the other kind, by their names; None and False are not given.
-
-    Args:
-        run: the run.
-        agents: options for agents, by name.
-        language: options for language models.
-
-    Raises:
-        WhenceError: one of the other kind is given.
-    """
+    """Refuse options that are for runs of the other kind, by their names; None and False are not given."""
     kind, others = ("a language model", "agents") if run.is_language else ("an agent", "language models")
     for name, value in ((agents if run.is_language else language) or {}).items():
         if value is not None and value is not False:

@@ -19,21 +19,7 @@ from whence.llm.text import Reward, adapt_trl_reward, compute_rewards, find_colu
 from whence.runs import RunDirectory
 from whence.scores import check_parameters
 from whence.selection import read_weights
-from whence.stored.language import (
-    LanguageConfig,
-    Task,
-    digest_sources,
-    has_policy,
-    hide_progress_bars,
-    knows_policies,
-    list_policies,
-    load_function,
-    load_start_policy,
-    load_task,
-    load_trained_task,
-    make_stored_rows,
-    rebuild_rows,
-)
+from whence.stored import language
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +41,6 @@ def open_language(
 
     A copy of the policy before the first round goes through all rounds as `train_again` does, by the run's settings. In
     one seed all trainings share their orders, and the random numbers of fresh answers.
-
-    Raises:
-        RunDirectoryError: a round lacks tokens or advantages, or the policy before the first one was not kept.
-        WhenceError: a text is to be matched in no answers, or the run holds no settings of the training.
     """
     for number, table in tables.items():
         if missing := [name for name in ("prompt_ids", "response_ids", "advantage") if name not in table.columns]:
@@ -67,8 +49,8 @@ def open_language(
                 "the trainer's rollout files, and make a run of them: whence llm score."
             )
     recipe = read_recipe(run.config, training.learning_rate, training.epochs)
-    with hide_progress_bars():
-        policy, tokenizer = load_start_policy(run, min(tables), training.model)
+    with language.hide_progress_bars():
+        policy, tokenizer = language.load_start_policy(run, min(tables), training.model)
         start = {name: tensor.detach().clone() for name, tensor in policy.named_parameters() if tensor.requires_grad}
         measure_answers = _make_measure(run, tables, tokenizer, recipe, training)
         rounds, notes = _read_rounds(run, tables, tokenizer, policy.device)
@@ -78,7 +60,7 @@ def open_language(
             texts = responses.pairs if isinstance(responses, Examples) else []
             prompts = [{"prompt": prompt} for prompt, _ in texts]
             make_target, _ = read_examples(run, responses)
-            target = make_target(Task(policy, tokenizer, prompts, lambda *texts: [], None, None, None))
+            target = make_target(language.Task(policy, tokenizer, prompts, lambda *texts: [], None, None, None))
             assert target.rows is not None
             return target.rows
 
@@ -139,7 +121,7 @@ def _digest_sources(run: RunDirectory, training: LanguageTraining) -> dict[str, 
     names = {"model": run.config.get("model"), **run.experiment} if run.is_trusted else {}
     names |= {} if training.model is None else {"model": training.model}
     names |= {"reward" if place == 0 else f"reward {place}": name for place, name in enumerate(training.rewards)}
-    return digest_sources({name: value for name, value in names.items() if name.split()[0] in _SOURCES})
+    return language.digest_sources({name: value for name, value in names.items() if name.split()[0] in _SOURCES})
 
 
 def _read_rounds(
@@ -147,9 +129,10 @@ def _read_rounds(
 ) -> tuple[dict[int, RecordBatch], list[str]]:
     """Return the rows of each round to train on, and what is to be said of them."""
     is_known = "ppo" in run.config and run.is_trusted  # else the rounds' policies are not built again
-    stored = list_policies(run).rounds if is_known else []
+    stored = language.list_policies(run).rounds if is_known else []
+    make_rows = language.make_stored_rows
     rows = {
-        number: rebuild_rows(run, number) if number in stored else make_stored_rows(table, tokenizer, device)
+        number: language.rebuild_rows(run, number) if number in stored else make_rows(table, tokenizer, device)
         for number, table in tables.items()
     }
     if "ppo" not in run.config or len(stored) >= len(tables):
@@ -165,12 +148,12 @@ def _weigh(table: pl.DataFrame, number: int, left_out: pl.DataFrame) -> torch.Te
 
 def _load_end(run: RunDirectory, number: int) -> Any:
     """Return the policy that the run itself had after a round; None: it was not kept."""
-    if not (run.is_trusted and knows_policies(run)):
+    if not (run.is_trusted and language.knows_policies(run)):
         return None
     if number == run.rounds()[-1]:
-        trained = load_trained_task(run)
+        trained = language.load_trained_task(run)
         return None if trained is None else trained[0].model
-    return load_start_policy(run, number + 1)[0] if has_policy(run, number + 1) else None
+    return language.load_start_policy(run, number + 1)[0] if language.has_policy(run, number + 1) else None
 
 
 def _measure_log_prob(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:
@@ -229,11 +212,11 @@ def _load_rewards(run: RunDirectory, training: LanguageTraining) -> dict[str, Re
     if not training.answers:
         return {}
     if not (names := training.rewards) and run.experiment:
-        return {"reward": load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward}
+        return {"reward": language.load_task(language.LanguageConfig.from_json(run.trusted(run.experiment))).reward}
     short = [name.rpartition(":")[2] for name in names]
     outcomes = [f"reward.{name if short.count(last) > 1 else last}" for name, last in zip(names, short, strict=True)]
     outcomes = ["reward"] if len(names) == 1 else outcomes
-    return dict(zip(outcomes, map(load_function, names), strict=True))
+    return dict(zip(outcomes, map(language.load_function, names), strict=True))
 
 
 def _list_unmeasured(tables: Mapping[int, pl.DataFrame], training: LanguageTraining) -> list[str]:

@@ -32,7 +32,6 @@ from whence.statistics import t_interval
 if TYPE_CHECKING:
     from whence.stored.agents import AnyEnv
 
-
 FOLDER = "proofs"
 """The folder of a run that holds what was measured: a file for each question."""
 
@@ -282,11 +281,7 @@ def list_trained(tables: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
 
 
 def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
-    """Return the records to leave out, in order, without those that did not train.
-
-    Raises:
-        WhenceError: none is left, or more of a round than there are others to compare with.
-    """
+    """Return the records to leave out that trained, in order; refuse none, or more than half of a round."""
     chosen = left_out.select(KEYS).unique().join(trained.select(KEYS), on=KEYS, how="semi").sort(KEYS)
     if chosen.is_empty():
         raise WhenceError(
@@ -304,11 +299,7 @@ def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFram
 
 
 def name_top(ranked: pl.DataFrame, top: int) -> pl.DataFrame:
-    """Return the records that a finder scores highest.
-
-    Raises:
-        WhenceError: fewer score above 0.
-    """
+    """Return the records that a finder scores highest; refuse where fewer score above 0."""
     above = ranked.filter(pl.col("score") > 0)
     if len(above) < top:
         raise WhenceError(

@@ -68,9 +68,7 @@ class Repetition:
     def counts(self) -> dict[str, tuple[int, int]]:
         """By variant, how many trainings broke, and of how many that is known."""
         rows = self.table.filter(pl.col("outcome") == BROKE)
-        groups = rows.group_by("variant", maintain_order=True).agg(
-            pl.col("value").sum(), pl.col("value").count().alias("of")
-        )
+        groups = rows.group_by("variant", maintain_order=True).agg(pl.col("value").sum(), of=pl.col("value").count())
         return {variant: (int(broke), int(count)) for variant, broke, count in groups.iter_rows()}
 
     def summarise(self) -> list[dict[str, Any]]:
@@ -190,7 +188,12 @@ def repeat(
         names = state_names(run.config.get("env"), run.config)
         add(WITHOUT, {}, lambda seed: _WithoutRecords(without, names, None))
         add(RANDOM, {}, lambda seed: _WithoutRecords(without, names, seed))
-    question = {"start": start, "rounds": count, "without": without, **_identify(begin, hyperparameters)}
+    origin = saved or run.round_path("policies", start + 1)
+    functions = {name: digest_function(each) if callable(each) else each for name, each in hyperparameters.items()}
+    question = {
+        **{"start": start, "rounds": count, "without": without, "hyperparameters": functions},
+        **{"from": digest_content(origin), "env": digest_environment(make_replay_env(run, env), whole=True)},
+    }
     table, file = train_variants(trainings, seeds, run.path / FOLDER, question, question, on_stage)
     notes = [] if saved else [f"There is no checkpoint after round {start}: the optimiser begins anew."]
     left_out = table.filter(pl.col("variant").is_in([WITHOUT]) & (pl.col("outcome") == LEFT_OUT))["value"]
@@ -211,15 +214,6 @@ def _compare(known: NDArray[np.float64], later: NDArray[np.float64], drop: Drop 
     best = float(np.lib.stride_tricks.sliding_window_view(earlier, min(3, len(earlier))).mean(axis=1).max())
     best = best if drop is None else drop.best
     return {BROKE: float(last < best - LEAST_DEPTH * (best - first)), RETURN: last}
-
-
-def _identify(begin: "_Beginning", hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what makes a question another one besides its numbers, in JSON types."""
-    run = begin.run
-    origin = begin.saved or run.round_path("policies", begin.start + 1)
-    functions = {name: digest_function(each) if callable(each) else each for name, each in hyperparameters.items()}
-    env = digest_environment(make_replay_env(run, begin.env), whole=True)
-    return {"from": digest_content(origin), "hyperparameters": functions, "env": env}
 
 
 def choose_start(run: RunDirectory, drop: Drop | None) -> int:
@@ -283,9 +277,6 @@ class _Returns(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         self.means.append(float(np.mean(self.ended)) if self.ended else np.nan)
-
-
-_MakeCallback = Callable[[int], _WithoutRecords]
 
 
 @dataclass(frozen=True)

@@ -189,11 +189,7 @@ def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: f
 
 
 def measure_trained(run: RunDirectory, behaviour: Examples | pl.DataFrame) -> float | None:
-    """Return the mean log-probability of responses under the trained model; None: the run holds none yet.
-
-    Raises:
-        WhenceError: see `find_causes`.
-    """
+    """Return the mean log-probability of responses under the trained model; None: the run holds none yet."""
     trained = load_trained_task(run)
     if trained is None:
         return None

@@ -109,12 +109,8 @@ def train_variants(
         trainings: by variant, a function that trains by a seed and returns the outcomes.
         seeds: the number of seeds, from 0.
         folder: where the file is.
-        question: what makes the trainings what they are, in JSON types.
-        about: what the file says of them besides, in JSON types.
+        question: what makes the trainings what they are, in JSON types; `about` is what the file says of them besides.
         on_stage: called with the name of each training as it begins.
-
-    Returns:
-        `seed`, `variant`, `outcome` and `value` of each training's outcomes, and the file.
     """
     file = folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:12]}.json"
     rows = _read_rows(file)
@@ -203,9 +199,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
     except (KeyError, OSError, RecursionError, TypeError, ValueError):
         rows, signature = [], b""
     is_taken = is_signature(signature, file, rows)
-    log.warning("%s %s", file, _TAKEN.format(len(rows)) if is_taken else _NOT_TAKEN)
+    taken = f"holds {len(rows)} trainings of this proof: they are taken from there, not measured again."
+    refused = "was not written by you in this place, or is damaged: all is measured anew."
+    log.warning("%s %s", file, taken if is_taken else refused)
     return rows if is_taken else []
-
-
-_TAKEN = "holds {} trainings of this proof: they are taken from there, not measured again."
-_NOT_TAKEN = "was not written by you in this place, or is damaged: all is measured anew."

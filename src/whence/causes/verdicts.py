@@ -20,11 +20,8 @@ Values: TypeAlias = Mapping[str, Sequence[float | None]]
 def judge(outcomes: Mapping[str, Values], run: Mapping[str, float | None]) -> dict[str, Verdict]:
     """Return a verdict for each outcome: how it changes without the records in question, or why that is not known.
 
-    A replay that is "unlike the run" in one outcome proves nothing of the run: the others are "not comparable".
-
-    Args:
-        outcomes: the values of each outcome.
-        run: the outcomes of the run's own policy; what is missing or None is not compared with the replay.
+    A replay that is "unlike the run" in one outcome proves nothing of the run: the others are "not comparable". `run`
+    has the outcomes of the run's own policy; what it lacks is not compared.
     """
     verdicts = {outcome: _judge_outcome(outcome, values, run.get(outcome)) for outcome, values in outcomes.items()}
     if "unlike the run" in verdicts.values():

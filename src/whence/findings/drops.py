@@ -12,12 +12,10 @@ from scipy import stats
 
 from whence.findings.evidence import Evidence
 from whence.findings.finding import CannotTellError, Sight
-from whence.findings.history import FEWEST, History, Series
+from whence.findings.history import FEWEST, History, Numbers, Series
 from whence.runs import RunDirectory
 from whence.scores import read_axes
 from whence.stored.agents import state_names
-
-Numbers = NDArray[np.float64]
 
 _PART, _LEAST_PART = 10, 3
 """A mean return is of a tenth of the rounds, and of three at least."""
@@ -61,11 +59,8 @@ def find_drop(rounds: NDArray[np.int64], returns: Numbers) -> Drop | None:
     """Return how the return fell below its best tenth until the end, if it did so beyond chance.
 
     The means of both tenths are further apart than their 95% intervals reach, and so are the first and the best. The
-    place is the split of least squares between the best tenth and the end.
-
-    Args:
-        rounds: (r,) their numbers.
-        returns: (r,) NaN where no episode ended.
+    place is the split of least squares between the best tenth and the end. Of r rounds, `rounds` (r,) are the numbers,
+    and `returns` (r,) are NaN where no episode ended.
     """
     known = np.flatnonzero(np.isfinite(returns))
     values, part = returns[known], max(_LEAST_PART, len(known) // _PART)
@@ -230,10 +225,7 @@ def look_at_drop(evidence: Evidence) -> Sight:
 def list_precursors(history: History, drop: Drop, healthy: Mapping[str, float]) -> list[Change]:
     """Return what was beyond healthy runs until a drop: what was so first, then what was so the furthest.
 
-    Args:
-        history: the run's.
-        drop: its drop.
-        healthy: the largest change of each kind of number in healthy runs.
+    `healthy` is the largest change of each kind of number in healthy runs.
     """
     first = dict[str, Change]()
     for place in range(max(0, drop.place - WINDOW), drop.place + 1):

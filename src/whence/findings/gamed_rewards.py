@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -50,9 +50,6 @@ def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
     chance is the share of permutations of all units, which are exchangeable where nothing changes. What falls may also
     be a number that a reward logged; a column of the data set is the same for all responses to a prompt. A reward stays
     low if it hardly changes and ends in the lower half of its range, while the other rises by half of its.
-
-    Raises:
-        CannotTellError: there are few rounds, or there is one reward only.
     """
     table = _read_numbers(run)
     rounds = np.unique(table["round"].to_numpy()) if len(table) else np.array([])
@@ -78,21 +75,18 @@ def _read_numbers(run: RunDirectory) -> pl.DataFrame:
     for number in choose_rounds(run.rounds()):
         table = run.round("records", number)
         unit = "group_id" if "group_id" in table.columns else "prompt"
-        names = [name for name, kind in table.schema.items() if _is_looked_at(name, kind)]
-        further = [pl.col(name).cast(pl.Float64) for name in ("advantage",) if name in table.columns]
+        kinds = {name: kind for name, kind in table.schema.items() if name.split(".")[0] in ("reward", "info")}
+        names = [name for name, kind in kinds.items() if kind.is_numeric() or kind == pl.Boolean]
         columns = [pl.col(name).cast(pl.Float64).fill_nan(None) for name in names]
+        columns += [pl.col("advantage").cast(pl.Float64)] if "advantage" in table.columns else []
         keys = (pl.lit(number).alias("round"), "record_id", pl.col(unit).cast(pl.String).alias("unit"))
-        tables.append(table.select(*keys, *further, *columns))
+        tables.append(table.select(*keys, *columns))
     table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
     infos = [name for name in table.columns if name.startswith("info.")]
     if not infos:
         return table
     varies = table.group_by("round", "unit").agg(pl.col(infos).n_unique() > 1).select(pl.col(infos).any())
     return table.drop([name for name in infos if not varies[name][0]])
-
-
-def _is_looked_at(name: str, kind: pl.DataType) -> bool:
-    return name.split(".")[0] in ("reward", "info") and (kind.is_numeric() or kind == pl.Boolean)
 
 
 def _list_beginnings(rounds: Int[np.ndarray, " r"]) -> list[tuple[int, ...]]:
@@ -111,8 +105,7 @@ def _test_pairs(table: pl.DataFrame, rounds: Int[np.ndarray, " r"], pairs: list[
         for name in numbers
         for part in (*beginnings, last)
     }
-    ends = {name: (table[name].min() or 0.0, table[name].max() or 0.0) for name in numbers}
-    ranges: dict[str, tuple[float, float]] = ends  # type: ignore[assignment]
+    ranges: dict[str, Any] = {name: (table[name].min() or 0.0, table[name].max() or 0.0) for name in numbers}
     spans = {name: high - low for name, (low, high) in ranges.items()}
 
     @cache

@@ -23,10 +23,12 @@ FEWEST = 12
 Key: TypeAlias = tuple[str, str, str]
 """What a number of a round is: its kind, its words, and the column that it is read from."""
 
+Entries: TypeAlias = Iterator[tuple[Key, float]]
+"""Numbers of a round."""
+
 RETURN: Key = ("return", "the return", "")
 LENGTH: Key = ("length", "the length of episodes", "")
 """The means over the episodes that ended in a round."""
-
 
 Pick: TypeAlias = Callable[[Numbers, float], NDArray[np.bool_]]
 
@@ -52,13 +54,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """What a run was like in each of r rounds.
-
-    Attributes:
-        rounds: (r,) their numbers.
-        returns: (r,) the mean return of episodes.
-        series: all other numbers.
-    """
+    """What a run was like in each of r rounds: their numbers (r,), mean returns of episodes (r,), and all others."""
 
     rounds: NDArray[np.int64]
     returns: Numbers
@@ -78,12 +74,6 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 """Metrics that may tell why a return fell: their kind, and their words."""
 
-KINDS = (
-    *(kind for kind, _ in METRICS.values()),
-    *("reward", "advantage", "value", "observation", "new observations", "action", "length"),
-)
-"""The kinds of numbers."""
-
 _EXTREMES = {"the lowest": 0.0, "the median": 0.5, "the highest": 1.0}
 _INNER = {"the 1st percentile of": 0.01, "the median of": 0.5, "the 99th percentile of": 0.99}
 """The quantiles of a column that are looked at."""
@@ -96,9 +86,8 @@ _PICKS: Mapping[str, Pick] = {
 
 def read_returns(run: RunDirectory) -> tuple[NDArray[np.int64], Numbers]:
     """Return the numbers of a run's rounds, and the mean return of the episodes that ended in each."""
-    rounds, rows, ongoing = list_whole_rounds(run), list[dict[Key, float]](), dict[int, tuple[float, int]]()
-    for number in rounds:
-        rows.append(_count_episodes(run.round("records", int(number)), ongoing))
+    rounds, ongoing = list_whole_rounds(run), dict[int, tuple[float, int]]()
+    rows = [_count_episodes(run.round("records", int(number)), ongoing) for number in rounds]
     return rounds, choose_returns(np.array([row.get(RETURN, np.nan) for row in rows]), run.table("metrics"), rounds)
 
 
@@ -155,9 +144,7 @@ def read_metrics(metrics: pl.DataFrame) -> list[Series]:
     return series
 
 
-def _summarise(
-    records: pl.DataFrame, run: RunDirectory, ranges: dict[str, tuple[float, float]]
-) -> Iterator[tuple[Key, float]]:
+def _summarise(records: pl.DataFrame, run: RunDirectory, ranges: dict[str, tuple[float, float]]) -> Entries:
     """Yield the numbers of a round; `ranges` are those of the observation in earlier rounds, and are extended."""
     env, config = run.config.get("env"), run.config
     for column, quantiles in (("reward", _EXTREMES), ("advantage", _EXTREMES), ("value", _INNER)):
@@ -176,21 +163,15 @@ def _summarise(
             low, high = min(low, before[0]), max(high, before[1])
         ranges[axis] = low, high
     if "action" in records.columns and len(records):
-        yield from _summarise_actions(
-            np.asarray(records["action"].to_numpy()), action_labels(env, config) or [], config
-        )
+        yield from _summarise_actions(records["action"].to_numpy(), action_labels(env, config) or [], config)
 
 
-def _take_quantiles(
-    kind: str, column: str, values: NDArray[Any], quantiles: Mapping[str, float]
-) -> Iterator[tuple[Key, float]]:
+def _take_quantiles(kind: str, column: str, values: NDArray[Any], quantiles: Mapping[str, float]) -> Entries:
     numbers = np.quantile(values.astype(np.float64), [*quantiles.values()])
     yield from (((kind, words, column), float(number)) for words, number in zip(quantiles, numbers, strict=True))
 
 
-def _summarise_actions(
-    actions: NDArray[Any], names: Sequence[str], config: Mapping[str, Any]
-) -> Iterator[tuple[Key, float]]:
+def _summarise_actions(actions: NDArray[Any], names: Sequence[str], config: Mapping[str, Any]) -> Entries:
     """Yield the share of each discrete action, or of those at a bound."""
     space = config.get("action_space") or {}
     if actions.ndim == 1 and actions.dtype.kind in "iu":

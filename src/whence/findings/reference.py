@@ -1,11 +1,11 @@
 """What healthy runs show: the largest statistic of each detector in each environment of the reference."""
 
-import csv
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
+
+import polars as pl
 
 from whence.findings.detectors import Detector
 from whence.findings.finding import Outcome
@@ -31,11 +31,9 @@ Reference: TypeAlias = Mapping[str, Sequence[float]]
 @cache
 def read_reference() -> Reference:
     """Read the reference."""
-    statistics = defaultdict[str, list[float]](list)
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            statistics[row["detector"]].append(float(row["statistic"]))
-    return {name: sorted(values, reverse=True) for name, values in statistics.items()}
+    table = pl.read_csv(TABLE, schema_overrides={"statistic": pl.Float64}).sort("statistic", descending=True)
+    groups = table.group_by("detector", maintain_order=True).agg("statistic")
+    return dict(groups.iter_rows())
 
 
 def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Outcome, str]:
@@ -54,11 +52,7 @@ def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> t
         return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"
     if statistic < detector.least:
         return "fine", "too little to matter"
-    text = (
-        f"larger than in any run of {count} healthy environments"
-        if largest
-        else f"seen in no run of {count} healthy environments"
-    )
+    text = f"{'larger than in any' if largest else 'seen in no'} run of {count} healthy environments"
     if statistic <= MARGIN * largest or count < FEWEST or detector.most == "unusual":
         return "unusual", text
     return "wrong", f"{text}, {statistic / largest:.3g} times the largest" if largest else text

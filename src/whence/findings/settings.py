@@ -66,10 +66,7 @@ class _Rule(NamedTuple):
 def give_advice(metrics: pl.DataFrame, trainer: str = "") -> dict[str, Finding]:
     """Return what a run's rounds show, by the names of the rules, in the order of the rounds that show it first.
 
-    Args:
-        metrics: one row a round: a run directory's table of that name, or also what its records hold, see
-            `measure_rounds`. A rule says nothing if its columns are missing.
-        trainer: of a language model, by whose options advice names what to change.
+    `metrics` may also have what the records hold, see `measure_rounds`; a rule says nothing if its columns are missing.
     """
     return _apply_rules(_RULES | RESPONSES, metrics.to_dicts(), trainer)
 

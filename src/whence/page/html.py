@@ -24,7 +24,7 @@ from whence.page.content import (
     build_round,
     choose_pairs,
     choose_steps,
-    compress_json,
+    compress_text,
     describe_record,
     describe_runs,
     identify_run,
@@ -43,7 +43,6 @@ from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
 from whence.page.templates import SCRIPTS, STYLES, load_template, read_asset
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment
-from whence.stored.agents import AnyEnv
 
 EMBEDDED_ROUNDS = 24
 """Rounds of a run that its file holds, besides those of findings, unless others are named: each takes a tenth of a
@@ -80,21 +79,14 @@ def write_report(
     shown: RunDirectory | ExploredRun | Sequence[ExploredRun],
     path: Path,
     *,
-    env: AnyEnv = None,
     rounds: Sequence[int] | None = None,
     on_round: OnRound | None = None,
 ) -> None:
-    """Write the page of a run, or of several to be compared, atomically.
+    """Write the page of a run, or of several to be compared, atomically; a run need not have any round.
 
-    Args:
-        shown: a run, which need not be finished, nor have any round; or several.
-        path: the file.
-        env: the environment, for frames; None: the run's own.
-        rounds: those to embed; None: 24, of several runs 12 of each, evenly spread, and those of findings. The page
-            says how many there are.
-        on_round: called after each embedded round with the number of those that are done, and of all.
+    Embedded are `rounds`; None: 24, of several runs 12 of each, evenly spread, and those of findings.
     """
-    shown = ExploredRun(shown, env=env) if isinstance(shown, RunDirectory) else shown
+    shown = ExploredRun(shown) if isinstance(shown, RunDirectory) else shown
     runs = [shown] if isinstance(shown, ExploredRun) else shown
     most = EMBEDDED_ROUNDS if len(runs) == 1 else COMPARED_ROUNDS
     write_page(path, render_runs(runs, [choose_rounds(run, rounds, most) for run in runs], on_round))
@@ -231,7 +223,8 @@ def embed_rounds(
     findings = [run.list_findings() for run in runs]  # once: a run that is being trained has others later
     for done, (index, number) in enumerate(places, start=1):
         about = [finding for finding in findings[index] if finding["round"] == number]
-        yield f"round-{index}-{number}", compress_json(_build_content(runs[index], number, about), DIGITS)
+        content = round_numbers(_build_content(runs[index], number, about), DIGITS)
+        yield f"round-{index}-{number}", compress_text(write_json(content))
         if on_round is not None:
             on_round(done, len(places))
 

@@ -42,21 +42,13 @@ Section = tuple[Sequence[Line], Sequence[Cell]]
 
 
 def check_picture_name(path: Path, *endings: str) -> None:
-    """Refuse a file name that does not end as a picture's that can be drawn.
-
-    Raises:
-        WhenceError: it does not.
-    """
+    """Refuse a file name that does not end as a picture's that can be drawn."""
     if path.suffix.lower() not in endings:
         raise WhenceError(f"--out is {path}; its name has to end in {' or '.join(endings)}.")
 
 
 def draw_moment(view: MomentView, path: Path) -> None:
-    """Write a moment's picture: PNG, frames side by side; GIF, one after the other.
-
-    Raises:
-        Unsupported: Pillow is not installed.
-    """
+    """Write a moment's picture: PNG, frames side by side; GIF, one after the other."""
     moment, facts = view.moment, view.facts
     colour = HARM if moment.score < 0 else HELP
     rollouts = [f"Fresh rollouts: {facts.pop('fresh rollouts')}"] if "fresh rollouts" in facts else []
@@ -94,11 +86,7 @@ def _describe_step(view: MomentView, step: int) -> str:
 
 
 def draw_causes(view: CauseView, path: Path) -> None:
-    """Write a picture, PNG: the decision's frame, and those of the moments that speak for it and against it most.
-
-    Raises:
-        Unsupported: Pillow is not installed.
-    """
+    """Write a picture, PNG: the decision's frame, and those of the moments that speak for it and against it most."""
     about = ". ".join([f"{view.env or view.run}; scored by {SCORED[view.by]}", *view.notes])
     heading = [(f"What taught this? {view.decision.text}", 22, INK), (view.text, 17, INK), (about, 15, GREY)]
     decision = [] if view.decision.frame is None else [Cell(view.decision.frame, "", (INK, 4))]

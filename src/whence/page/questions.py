@@ -15,11 +15,6 @@ from whence.page.content import ExploredRun, choose_round, stamp_file
 from whence.runs import RunDirectory
 from whence.stored.agents import AnyEnv
 
-ENDED = "the process that computes it ended. Open this record again."
-
-SUPERSEDED = "another record was asked about before this one was answered. Ask again."
-"""Why a question has no answer."""
-
 _CONTEXT = multiprocessing.get_context("spawn")
 
 _newest: Any = None
@@ -39,11 +34,7 @@ class Questions:
         self._pool = self._make_pool()
 
     def ask(self, answer: Answer, run: ExploredRun, number: int, record: int, setting: Any) -> dict[str, Any]:
-        """Return an answer in JSON types, from memory if the round and the number of policies are what they were.
-
-        Raises:
-            WhenceError: a later question came, or the server ends; or what `answer` raises.
-        """
+        """Return an answer in JSON types, from memory if the round and the number of policies are what they were."""
         directory = run.directory
         state = stamp_file(directory.round_path("records", number)), len(directory.rounds("policies"))
         key = (answer, directory.path, number, record, setting, state)
@@ -59,7 +50,7 @@ class Questions:
             content: dict[str, Any] = future.result()
         except (BrokenProcessPool, CancelledError):
             self._pool = self._make_pool()
-            raise WhenceError(ENDED) from None
+            raise WhenceError("the process that computes it ended. Open this record again.") from None
         if mine == self._newest.value:  # a measurement that was ended says so, and is no answer
             self._answers[key] = content
         return content
@@ -108,7 +99,7 @@ def _answer(
 ) -> dict[str, Any]:
     def check(*progress: int) -> None:
         if mine != _newest.value:
-            raise WhenceError(SUPERSEDED)
+            raise WhenceError("another record was asked about before this one was answered. Ask again.")
 
     check()
     return answer(_open_run(path, trust, env), number, record, setting, check)

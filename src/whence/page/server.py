@@ -86,16 +86,9 @@ def serve(
     continuations: int = CONTINUATIONS,
     on_start: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve the page of some runs until Ctrl-C.
+    """Serve the page of some runs until Ctrl-C; `on_start` is called with its address once it can be asked.
 
-    Args:
-        runs: in the order of their numbers on the page.
-        port: 0 picks a free one; None picks one by the first run's path, so that links to records stay.
-        continuations: rollouts by which an opened record's advantage is measured.
-        on_start: called with the page's address once it can be asked.
-
-    Raises:
-        WhenceError: the port is taken.
+    Port 0 picks a free one; None picks one by the first run's path, so that links to records stay.
     """
     try:
         listener = _listen(runs) if port is None else socket.create_server((HOST, port))
@@ -198,9 +191,6 @@ def make_app(
             return JSONResponse({"error": f"{type(failure).__name__}: {first_line(failure)}"}, 503)
         return Response(body, media_type="application/json")
 
-    def show_page(request: Request) -> Response:
-        return HTMLResponse(render_runs(runs).encode("utf-8", "replace"))
-
     def answer_detail(run: ExploredRun, number: int, record: int, query: QueryParams) -> Any:
         detail = build_detail(run, number, record)
         if run.is_language or continuations < 1:
@@ -243,7 +233,7 @@ def make_app(
     of_run, of_round = "/api/runs/{run:int}", "/api/runs/{run:int}/rounds/{round:int}"
     of_record = f"{of_round}/records/{{record:int}}"
     routes = [
-        Route("/", show_page),
+        Route("/", lambda request: HTMLResponse(render_runs(runs).encode("utf-8", "replace"))),
         *(Route(f"/assets/{name}.js", partial(_show_library, name)) for name in LIBRARIES),
         route("/api/page", lambda query: describe_runs(runs)),
         route("/api/figures", lambda query: list_figures(runs)),

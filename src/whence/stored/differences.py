@@ -17,17 +17,10 @@ from whence.runs import RunDirectory, find_changes
 
 Kind: TypeAlias = Literal["chance", "setting", "code", "version", "resumption", "parameters", "records", "length"]
 
-_RANKS: tuple[str, ...] = (
-    "algorithm",
-    "env",
-    "other_env",
-    "vec_",
-    "VecNormalize",
-    "code",
-    "n_envs",
-    "observation_space",
+_RANKS = (
+    *("algorithm", "env", "other_env", "vec_", "VecNormalize", "code", "n_envs", "observation_space", "action_space"),
+    *("policy", "hyperparameters", "rule", ""),
 )
-_RANKS = (*_RANKS, "action_space", "policy", "hyperparameters", "rule", "")
 """Beginnings of subjects, those that tell most first."""
 
 _REPEATED = "experiment.", "contents.", "names.", "imported."
@@ -37,9 +30,11 @@ _LATE = "hyperparameters.", "optimizer", "rule", "target", "objective", "engine"
 _NOT_LATE = ("seed", ".n_steps", ".use_sde", ".sde_sample_freq")
 """Beginnings of settings that act after the first round's steps, and ends of others among them."""
 
-_COLUMNS: tuple[str, ...] = ("episode_start", "generator_state", "raw_observation", "observation", "observation_digest")
-_COLUMNS = (*_COLUMNS, "prompt", "action_mask", "value", "action", "response", "log_prob", "reward", "end", "info")
-_COLUMNS = (*_COLUMNS, "trained_reward", "bootstrap", "round_value", "advantage", "return", "keep", "weight")
+_COLUMNS = (
+    *("episode_start", "generator_state", "raw_observation", "observation", "observation_digest", "prompt"),
+    *("action_mask", "value", "action", "response", "log_prob", "reward", "end", "info"),
+    *("trained_reward", "bootstrap", "round_value", "advantage", "return", "keep", "weight"),
+)
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _ROUND = _PLACES["trained_reward"]
 """The columns of data in the order in which they are computed, from `trained_reward` on of a whole round."""
@@ -84,11 +79,7 @@ class Comparison:
 
 
 def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
-    """Compare two runs: their settings, then their data round by round until they part.
-
-    Raises:
-        WhenceError: one is of a language model, and the other of an agent.
-    """
+    """Compare two runs of one kind: their settings, then their data round by round until they part."""
     if a.is_language != b.is_language:
         language, agent = (a, b) if a.is_language else (b, a)
         raise WhenceError(f"{language.path} is of a language model and {agent.path} of an agent: give two of one kind.")

@@ -87,11 +87,7 @@ class Logs:
 
 
 def read_logs(path: Path) -> Logs:
-    """Read a log, or together those of one training that a folder holds; nothing in them runs.
-
-    Raises:
-        WhenceError: a file is damaged, no name is known, or there are several trainings.
-    """
+    """Read a log, or together those of one training that a folder holds; nothing in them runs."""
     table = pl.concat([_read_files(*each) for each in find_logs(path).items()], how="diagonal")
     agent, language = (_translate(table, known) for known in (AGENT_NAMES, LANGUAGE_NAMES))
     # What any training logs tells nothing of its kind.

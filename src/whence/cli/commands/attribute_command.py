@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import polars as pl
-import torch
 import typer
 from stable_baselines3 import PPO
 
@@ -64,8 +63,9 @@ def attribute(
         out.parent.mkdir(parents=True, exist_ok=True)
         scored.write_parquet(out)
     scored = scored.drop("score_folds", "fold", strict=False)  # for groups in tables, not for people to read
-    ends = {"lowest": _take_rows(scored, influence.bottom(top).record_ids)}
-    ends["highest"] = _take_rows(scored, influence.top(top).record_ids)
+    parts = {"lowest": influence.bottom(top), "highest": influence.top(top)}
+    tables = {end: pl.DataFrame({"record_id": part.record_ids.tolist()}) for end, part in parts.items()}
+    ends = {end: ids.join(scored, "record_id", "left", maintain_order="left").to_dicts() for end, ids in tables.items()}
     if json:
         print_json({"run": str(run), "round": number, "target": influence.target, "engine": influence.engine, **ends})
         return
@@ -107,12 +107,6 @@ def _make_target(
         raise WhenceError(f"Record {record} is not in this round; its records go from {first} to {last}.")
     single = records.take(where)
     return Action(single.observations, single.actions)
-
-
-def _take_rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """Return the rows of some records, in the records' order."""
-    ordered = pl.DataFrame({"record_id": ids.tolist()})
-    return ordered.join(scored, on="record_id", how="left", maintain_order="left").to_dicts()
 
 
 def _describe_score(row: Mapping[str, Any]) -> str:

@@ -9,20 +9,9 @@ import torch
 import typer
 
 from whence import causes
+from whence.cli import terminal
 from whence.cli.commands.why_command import choose_decision
-from whence.cli.terminal import (
-    console,
-    errors,
-    make_field_options,
-    make_table,
-    options,
-    parse_fields,
-    parse_rounds,
-    print_json,
-    print_line,
-    resumable,
-    with_options,
-)
+from whence.cli.terminal import options
 from whence.core import WhenceError
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
@@ -30,15 +19,15 @@ from whence.stored.agents import require_training, score_round, state_names
 
 _TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
 
-_TESTS = make_field_options(causes.AgentTraining, names=["test_episodes"], panel=options.AGENTS)
-_LANGUAGE = make_field_options(
+_TESTS = terminal.make_field_options(causes.AgentTraining, names=["test_episodes"], panel=options.AGENTS)
+_LANGUAGE = terminal.make_field_options(
     causes.LanguageTraining,
     names=["match", "answers", "model", "learning_rate", "epochs"],
     panel=options.LANGUAGE,
 )
 
 
-@with_options([*_TESTS, *_LANGUAGE])
+@terminal.with_options([*_TESTS, *_LANGUAGE])
 def prove(
     run: Annotated[Path, typer.Argument(help="The directory of a run, or of rollouts scored by whence llm score.")],
     flagged: Annotated[bool, typer.Option("--flagged", help="Leave out what was flagged on the run's page.")] = False,
@@ -97,7 +86,7 @@ def prove(
     directory = RunDirectory.open(run, trust=trust)
     agents = {"--record": record, "--episode-seed": episode_seed, "--step": step}
     written = {"--observation": observation, "--action": action}
-    tests, language = parse_fields(_TESTS, fields), parse_fields(_LANGUAGE, fields)
+    tests, language = terminal.parse_fields(_TESTS, fields), terminal.parse_fields(_LANGUAGE, fields)
     language |= {"reward": reward} if reward else {}
     causes.check_kind(
         directory,
@@ -117,9 +106,9 @@ def prove(
     if flagged and where is not None:
         raise WhenceError("--flagged and --where both name the records to leave out; give one of them.")
     require_training(directory)
-    numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
+    numbers = terminal.parse_rounds("--rounds", rounds) or directory.require_rounds()
     torch.set_num_threads(1)
-    with resumable(), errors.status("reading") as status:
+    with terminal.resumable(), terminal.errors.status("reading") as status:
         left_out = directory.flags() if flagged else None
         if where is not None:
             left_out = pl.concat([_find_group(directory, number, where, env) for number in numbers])
@@ -170,7 +159,7 @@ def _print_proof(proof: causes.Proof, run: Path, *, json: bool) -> None:
     rows = proof.summarise()
     if json:
         about = {"run": str(run), "text": proof.text, "left_out": proof.size, "verdicts": proof.verdicts}
-        print_json(about | {"stored": dict(proof.stored), "outcomes": rows, "notes": list(proof.notes)})
+        terminal.print_json(about | {"stored": dict(proof.stored), "outcomes": rows, "notes": list(proof.notes)})
         return
     cells = [[name, "the run itself", causes.format_outcome(name, value), "–"] for name, value in proof.stored.items()]
     cells += [
@@ -179,11 +168,11 @@ def _print_proof(proof: causes.Proof, run: Path, *, json: bool) -> None:
     ]
     cells.sort(key=lambda cell: list(proof.verdicts).index(cell[0]))
     title = f"{proof.size:,} {proof.records} left out, {proof.table['seed'].n_unique()} seeds, 95% intervals"
-    console.print(make_table(title, ["outcome", "trained", "mean", "change"], cells))
-    print_line(proof.text)
+    terminal.console.print(terminal.make_table(title, ["outcome", "trained", "mean", "change"], cells))
+    terminal.print_line(proof.text)
     for note in proof.notes:
-        print_line(f"Note: {note}")
-    print_line(f"Numbers: {proof.file}")
+        terminal.print_line(f"Note: {note}")
+    terminal.print_line(f"Numbers: {proof.file}")
 
 
 def _format_interval(row: dict[str, Any], column: str) -> str:
@@ -236,7 +225,7 @@ def again(
     """
     directory = RunDirectory.open(run, trust=trust)
     torch.set_num_threads(1)
-    with resumable(), errors.status("reading") as status:
+    with terminal.resumable(), terminal.errors.status("reading") as status:
         repetition = causes.repeat(
             directory,
             start,
@@ -264,7 +253,7 @@ def _print_repetition(repetition: causes.Repetition, run: Path, *, json: bool) -
     rows = repetition.summarise()
     if json:
         about = {"run": str(run), "text": repetition.text, "start": repetition.start, "rounds": repetition.rounds}
-        print_json(about | {"variants": rows, "notes": list(repetition.notes)})
+        terminal.print_json(about | {"variants": rows, "notes": list(repetition.notes)})
         return
     cells = [
         [
@@ -278,8 +267,10 @@ def _print_repetition(repetition: causes.Repetition, run: Path, *, json: bool) -
     ]
     title = f"After round {repetition.start}, {repetition.rounds} rounds, 95% intervals"
     heads = ["trained", "broke", "share", "change", "last return"]
-    console.print(make_table(title, heads, [[cell.replace("-", "−") for cell in row] for row in cells]))
-    print_line(repetition.text)
+    terminal.console.print(
+        terminal.make_table(title, heads, [[cell.replace("-", "−") for cell in row] for row in cells])
+    )
+    terminal.print_line(repetition.text)
     for note in repetition.notes:
-        print_line(f"Note: {note}")
-    print_line(f"Numbers: {repetition.file}")
+        terminal.print_line(f"Note: {note}")
+    terminal.print_line(f"Numbers: {repetition.file}")

@@ -7,15 +7,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from whence.cli.terminal import (
-    RoundBar,
-    describe_training,
-    options,
-    parse_rounds,
-    print_json,
-    print_line,
-    require_laboratory,
-)
+from whence.cli import terminal
+from whence.cli.terminal import options
 from whence.core import WhenceError
 from whence.page import CONTINUATIONS, ExploredRun, write_report
 from whence.runs import RunDirectory, find_content
@@ -51,10 +44,10 @@ def report(
     out = out or path / "report.html"
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise WhenceError(f"--out is {out}; name the file to write, such as {out.stem or 'report'}.html.")
-    chosen = None if rounds is None else parse_rounds("--rounds", rounds)
-    with RoundBar() as bar:
+    chosen = None if rounds is None else terminal.parse_rounds("--rounds", rounds)
+    with terminal.RoundBar() as bar:
         if not others and find_content(path) == "comparison":
-            require_laboratory("The page of a comparison")
+            terminal.require_laboratory("The page of a comparison")
             from whence import lab
 
             comparison = lab.load_comparison(path, trust=trust)
@@ -63,9 +56,9 @@ def report(
             runs = _open_runs([path, *(others or ())], env, trust=trust)
             write_report(runs, out, rounds=chosen, on_round=bar.update)
     if json:
-        print_json({"path": str(out)})
+        terminal.print_json({"path": str(out)})
     else:
-        print_line(str(out))
+        terminal.print_line(str(out))
 
 
 def view(
@@ -97,21 +90,21 @@ def view(
     def announce(url: str) -> None:
         if json:
             content = {"url": url, "port": urlsplit(url).port, "runs": [str(each.directory.path) for each in runs]}
-            print_json(content, indent=None)
+            terminal.print_json(content, indent=None)
         else:
-            print_line(f"{url}  (Ctrl-C ends it)")
+            terminal.print_line(f"{url}  (Ctrl-C ends it)")
         if browser:
             webbrowser.open(url)
 
     server.serve(runs, port=port, continuations=continuations, on_start=announce)
     if not json:
-        print_line("Ended.")
+        terminal.print_line("Ended.")
 
 
 def _open_runs(paths: list[Path], env: str | None, *, trust: bool) -> list[ExploredRun]:
     """Return runs, and those of comparisons, by names that differ."""
     directories = [RunDirectory.open(each, trust=trust) for path in paths for each in _list_runs(path)]
-    runs = [ExploredRun(directory, env=env, about=describe_training(directory)) for directory in directories]
+    runs = [ExploredRun(directory, env=env, about=terminal.describe_training(directory)) for directory in directories]
     if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
         for each in runs:
             each.label = str(each.directory.path)

@@ -5,28 +5,12 @@ from typing import Annotated
 
 import typer
 
+from whence import page
 from whence.causes import check_kind
-from whence.cli.terminal import (
-    errors,
-    find_round,
-    options,
-    print_json,
-    print_line,
-    print_moments,
-    print_response,
-    print_view,
-)
+from whence.cli import terminal
+from whence.cli.terminal import options
 from whence.core import WhenceError
-from whence.page import (
-    ExploredRun,
-    choose_frames,
-    describe_moment,
-    describe_view,
-    gather_moment,
-    list_curves,
-    pictures,
-    read_window,
-)
+from whence.page import pictures
 from whence.runs import RunDirectory
 from whence.scores import find_moment, find_moments
 
@@ -62,13 +46,13 @@ def show(
         raise WhenceError("--record, --top and --bottom exclude each other; give one of them.")
     if out is not None:
         pictures.check_picture_name(out, ".png", ".gif")
-    explored = ExploredRun(RunDirectory.open(run, trust=trust), env=env)
+    explored = page.ExploredRun(RunDirectory.open(run, trust=trust), env=env)
     check_kind(explored.directory, agents={"--out": out, "--env": env})
-    number = find_round(explored.directory, round, record)
-    with errors.status("Reading the round …"):
+    number = terminal.find_round(explored.directory, round, record)
+    with terminal.errors.status("Reading the round …"):
         table = explored.round(number).table
     for note in explored.round(number).notes:
-        print_line(note, errors)
+        terminal.print_line(note, terminal.errors)
     if record is not None:
         moments = [find_moment(table, record)]
     else:
@@ -81,26 +65,26 @@ def show(
     if explored.is_language:
         rows = [explored.record(number, moment.record_id) for moment in moments]
         if json:
-            print_json({"run": str(run), "round": number, "moments": rows})
+            terminal.print_json({"run": str(run), "round": number, "moments": rows})
         for row in () if json else rows:
-            print_response(row, number)
+            terminal.print_response(row, number)
         return
-    face, window = moments[0], read_window(table, moments[0])
-    steps = [] if out is None else choose_frames(window, face)
+    face, window = moments[0], page.read_window(table, moments[0])
+    steps = [] if out is None else page.choose_frames(window, face)
     if out is not None and out.suffix.lower() == ".gif" and steps:
         steps = window["step"].to_list()
-    with errors.status("Reading the moment …"):
-        view = gather_moment(explored, number, face, rollouts=continuations, steps=steps)
+    with terminal.errors.status("Reading the moment …"):
+        view = page.gather_moment(explored, number, face, rollouts=continuations, steps=steps)
         if out is not None:
             pictures.draw_moment(view, out)
     if json:
-        moment = describe_view(view) | {"window": list_curves(view.window, explored.labels)}
-        listed = [describe_moment(each, explored.labels) for each in moments]
+        moment = page.describe_view(view) | {"window": page.list_curves(view.window, explored.labels)}
+        listed = [page.describe_moment(each, explored.labels) for each in moments]
         content = {"run": str(run), "round": number, "moment": moment, "moments": listed}
-        print_json(content | ({} if out is None else {"picture": str(out)}))
+        terminal.print_json(content | ({} if out is None else {"picture": str(out)}))
         return
     if top or bottom:
-        print_moments(moments, explored.labels)
-    print_view(view)
+        terminal.print_moments(moments, explored.labels)
+    terminal.print_view(view)
     if out is not None:
-        print_line(f"Picture: {out}")
+        terminal.print_line(f"Picture: {out}")

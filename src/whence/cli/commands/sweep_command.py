@@ -7,18 +7,9 @@ from typing import Annotated
 import typer
 
 from whence import lab
-from whence.cli.terminal import (
-    PlannedBars,
-    console,
-    errors,
-    make_printable,
-    options,
-    print_json,
-    print_line,
-    resumable,
-)
+from whence.cli import terminal
+from whence.cli.terminal import options
 from whence.core import WhenceError, suggest
-from whence.lab import Planned, write_tables
 
 
 def sweep(
@@ -49,19 +40,19 @@ def sweep(
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), PlannedBars(runs) as bars:
+    with terminal.resumable(), terminal.PlannedBars(runs) as bars:
         failures = lab.run_sweep(runs, path, bars, workers=workers, on=on)
     if json:
-        print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
+        terminal.print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:
-        print_line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
+        terminal.print_line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
     for name, failure in failures.items():
-        print_line(f"{name} failed: {failure}", errors)
+        terminal.print_line(f"{name} failed: {failure}", terminal.errors)
     if failures:
         raise typer.Exit(1)
 
 
-def _choose_runs(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[Planned]:
+def _choose_runs(runs: Sequence[lab.Planned], names: Sequence[str], file: Path) -> list[lab.Planned]:
     """Return the runs that a name stands for: an experiment, one of its arms, or a run."""
     known = dict.fromkeys("/".join(run.name.split("/")[:parts]) for run in runs for parts in (1, 2, 3))
     for name in names:
@@ -80,10 +71,10 @@ def table(
     """
     results = lab.load_sweep(out)
     summary = lab.summarise_sweep(results)
-    text = write_tables(results, summary, out)
+    text = lab.write_tables(results, summary, out)
     if json:
-        print_json({"experiments": summary})
+        terminal.print_json({"experiments": summary})
         return
-    console.print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
+    terminal.console.print(terminal.make_printable(text), markup=False, highlight=False, soft_wrap=True)
     for name, what in (("Text", "tables.md"), ("Numbers", "summary.json")):
-        print_line(f"{name}: {out / what}")
+        terminal.print_line(f"{name}: {out / what}")

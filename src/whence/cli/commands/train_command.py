@@ -11,44 +11,9 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from whence import lab
-from whence.cli.terminal import (
-    FieldOption,
-    PlannedBars,
-    RoundBar,
-    RunBar,
-    console,
-    describe_round,
-    describe_training,
-    log_to_terminal,
-    make_field_options,
-    make_table,
-    options,
-    parse_fields,
-    parse_json,
-    parse_rounds,
-    print_json,
-    print_line,
-    print_paths,
-    resumable,
-    with_options,
-)
+from whence.cli import terminal
+from whence.cli.terminal import options
 from whence.core import WhenceError, suggest
-from whence.lab import (
-    ARMS,
-    CONTROL,
-    LANGUAGE_ARMS,
-    LANGUAGE_TARGETS,
-    READING,
-    STANDARD,
-    AnyConfig,
-    Comparison,
-    Planned,
-    RunConfig,
-    make_summary,
-    read_presets,
-    runner_of,
-    split_arm,
-)
 from whence.lab.language import plan_language_comparison
 from whence.page import COMPARED_ROUNDS, ExploredRun, spread, write_report
 from whence.runs import RunDirectory
@@ -75,16 +40,18 @@ _ABOUT_PPO = {
 _PPO = "PPO, by Stable-Baselines3's names"
 _NETWORK = ("policy", "policy_kwargs", "optimizer")
 _ELSEWHERE = ("env", "arm", "seed", "hyperparameters", "target_args", *_NETWORK)
-_FIELDS = [each.name for each in fields(RunConfig) if each.name not in _ELSEWHERE]
+_FIELDS = [each.name for each in fields(lab.RunConfig) if each.name not in _ELSEWHERE]
 _PANEL = "The run, by the names of its config.json"
 
 
-def _make_run_options(**defaults: Any) -> list[FieldOption]:
+def _make_run_options(**defaults: Any) -> list[terminal.FieldOption]:
     return [
-        *make_field_options(RunConfig, names=_FIELDS, panel=_PANEL, defaults=defaults),
-        *make_field_options(RunConfig, names=_NETWORK, panel=_PPO, defaults={"policy": "what suits the observations"}),
+        *terminal.make_field_options(lab.RunConfig, names=_FIELDS, panel=_PANEL, defaults=defaults),
+        *terminal.make_field_options(
+            lab.RunConfig, names=_NETWORK, panel=_PPO, defaults={"policy": "what suits the observations"}
+        ),
         *(
-            FieldOption(name, [float if default is None else type(default)], _ABOUT_PPO[name], default, _PPO)
+            terminal.FieldOption(name, [float if default is None else type(default)], _ABOUT_PPO[name], default, _PPO)
             for name, default in HYPERPARAMETERS.items()
         ),
     ]
@@ -95,19 +62,19 @@ _TRAIN_OPTIONS, _COMPARE_OPTIONS = _make_run_options(eval_episodes=0), _make_run
 _NONE = "none"
 """The name of the standard arm of language models on the command line; results use the standard arm's own."""
 
-_SELECTIONS = ", ".join(_NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
+_SELECTIONS = ", ".join(_NONE if arm == lab.STANDARD else arm for arm in lab.LANGUAGE_ARMS)
 _OTHERS = [each.name for each in fields(LanguageConfig) if each.name not in ("arm", "seed", "settings", *SOURCE)]
 _LANGUAGE_OPTIONS = [
-    *make_field_options(LanguageConfig, names=_OTHERS, panel=_PANEL),
-    *make_field_options(LanguageConfig, names=SOURCE, panel="A model and data of your own"),
+    *terminal.make_field_options(LanguageConfig, names=_OTHERS, panel=_PANEL),
+    *terminal.make_field_options(LanguageConfig, names=SOURCE, panel="A model and data of your own"),
 ]
 
-_ARMS = f"{', '.join(ARMS)}; `whence list arms` tells what they do."
+_ARMS = f"{', '.join(lab.ARMS)}; `whence list arms` tells what they do."
 
 Preset: TypeAlias = Annotated[
     str | None,
     options.optional(
-        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}."
+        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(lab.read_presets())}."
     ),
 ]
 Seed: TypeAlias = Annotated[int, typer.Option(help="Of everything random.")]
@@ -128,7 +95,7 @@ LanguageRounds: TypeAlias = Annotated[
 ]
 
 
-@with_options(_TRAIN_OPTIONS)
+@terminal.with_options(_TRAIN_OPTIONS)
 def train(
     env: options.Env = None,
     preset: Preset = None,
@@ -170,11 +137,11 @@ def train(
     if timesteps is not None:
         steps = {**HYPERPARAMETERS, **config.hyperparameters}["n_steps"]
         config = replace(config, rounds=math.ceil(timesteps / (steps * config.n_envs)))
-    recordings = parse_rounds("--record-rounds", record_rounds)
+    recordings = terminal.parse_rounds("--record-rounds", record_rounds)
     _train(config, run, config.env, overwrite=overwrite, json=json, tensorboard=tensorboard, recordings=recordings)
 
 
-@with_options(_COMPARE_OPTIONS)
+@terminal.with_options(_COMPARE_OPTIONS)
 def compare(
     env: options.Env = None,
     preset: Preset = None,
@@ -200,14 +167,14 @@ def compare(
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 
 
-@with_options(_LANGUAGE_OPTIONS)
+@terminal.with_options(_LANGUAGE_OPTIONS)
 def train_language(
     selection: Annotated[str, typer.Option(help=f"Which responses train: {_SELECTIONS}.")] = "ippo",
     target: Annotated[
         str | None,
         options.optional(
-            help=f"What a response's score says it raises: {', '.join(LANGUAGE_TARGETS)}. (default: sequence for iif, "
-            "validation for ippo)"
+            help=f"What a response's score says it raises: {', '.join(lab.LANGUAGE_TARGETS)}. "
+            "(default: sequence for iif, validation for ippo)"
         ),
     ] = None,
     rounds: LanguageRounds = None,
@@ -232,7 +199,7 @@ def train_language(
     _train(config, run, config.env.rstrip("/").rpartition("/")[2], overwrite=overwrite, json=json)
 
 
-@with_options(_LANGUAGE_OPTIONS)
+@terminal.with_options(_LANGUAGE_OPTIONS)
 def compare_language(
     arms: Annotated[
         str, typer.Option(help=f"Selections, separated by commas: {_SELECTIONS}; with a target: iif-token.")
@@ -259,7 +226,7 @@ def compare_language(
         raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {_SELECTIONS}.")
     overrides = _collect_language_fields(values)
     configs = plan_language_comparison(names, seeds, settings=_parse_settings(settings, rounds), **overrides)
-    runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
+    lab.runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 
 
@@ -269,7 +236,7 @@ def _split_names(text: str) -> list[str]:
 
 def _collect_run_fields(observation: str | None, action: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an agent's run that a command line sets, for `configure`."""
-    overrides = parse_fields(_TRAIN_OPTIONS, values)
+    overrides = terminal.parse_fields(_TRAIN_OPTIONS, values)
     hyperparameters = {name: overrides.pop(name) for name in HYPERPARAMETERS if name in overrides}
     tables = {"hyperparameters": hyperparameters, "target_args": options.parse_action(observation, action)}
     return overrides | {name: table for name, table in tables.items() if table}
@@ -277,7 +244,7 @@ def _collect_run_fields(observation: str | None, action: str | None, values: Map
 
 def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a language model's run that a command line sets."""
-    overrides = parse_fields(_LANGUAGE_OPTIONS, values)
+    overrides = terminal.parse_fields(_LANGUAGE_OPTIONS, values)
     if any(name in overrides for name in SOURCE):  # A model of one's own is no task; both are refused.
         overrides.setdefault("task", None)
     return {**TASK_FIELDS.get(overrides.get("task"), {}), **overrides}
@@ -285,70 +252,73 @@ def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_arm(selection: str, target: str | None = None) -> str:
     """Return the arm of a selection and a target."""
-    if split_arm(selection)[0].removeprefix(CONTROL) not in (_NONE, *LANGUAGE_ARMS):
+    if lab.split_arm(selection)[0].removeprefix(lab.CONTROL) not in (_NONE, *lab.LANGUAGE_ARMS):
         raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, _SELECTIONS.split(', '))}")
-    selection = STANDARD if selection == _NONE else selection
+    selection = lab.STANDARD if selection == _NONE else selection
     return selection if target is None else f"{selection}-{target}"
 
 
 def _parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
     """Return the trainer's settings that --settings and --rounds set."""
-    values = parse_json("--settings", text, """'{"learning_rate": 1e-5}'""", dict) or {}
+    values = terminal.parse_json("--settings", text, """'{"learning_rate": 1e-5}'""", dict) or {}
     return values | ({} if rounds is None else {"rounds": rounds})
 
 
-def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, json: bool, **settings: Any) -> None:
+def _train(config: lab.AnyConfig, run: Path | None, name: str, *, overwrite: bool, json: bool, **settings: Any) -> None:
     """Train below a progress bar, write the run's page, and print its last round and where its files are."""
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', name)}-{config.arm}-seed{config.seed}"
-    log_to_terminal()
-    runner: Any = runner_of(config)
+    terminal.log_to_terminal()
+    runner: Any = lab.runner_of(config)
     runner.prepare(config)
-    with resumable(), RunBar(config.rounds) as bar:
+    with terminal.resumable(), terminal.RunBar(config.rounds) as bar:
         runner.run(config, path, bar.update, overwrite=overwrite, **settings)
     directory, page = RunDirectory.open(path), path / "report.html"
-    with RoundBar() as bar_of_page:
+    with terminal.RoundBar() as bar_of_page:
         rounds = spread(directory.rounds(), COMPARED_ROUNDS)
-        shown = ExploredRun(directory, about=describe_training(directory))
+        shown = ExploredRun(directory, about=terminal.describe_training(directory))
         write_report(shown, page, rounds=rounds, on_round=bar_of_page.update)
     last_round = (directory.table("metrics").to_dicts() or [{}])[-1]  # they may be lost
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
     if json:
-        print_json({"run": str(path), "config": config.to_json(), "last_round": last_round})
+        terminal.print_json({"run": str(path), "config": config.to_json(), "last_round": last_round})
         return
-    words = ", ".join(describe_round(last_round)) or "–"
-    print_line(f"{config.env}, {config.arm}, seed {config.seed}: {config.rounds} rounds done. Last round: {words}")
+    words = ", ".join(terminal.describe_round(last_round)) or "–"
+    terminal.print_line(
+        f"{config.env}, {config.arm}, seed {config.seed}: {config.rounds} rounds done. Last round: {words}"
+    )
     model = {"Model": path / "model"} if isinstance(config, LanguageConfig) else {}
-    print_paths({"Run": path, **model, "Page": page})
+    terminal.print_paths({"Run": path, **model, "Page": page})
 
 
-def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
+def _compare(configs: Sequence[lab.AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
-    with resumable(), PlannedBars([Planned(None, config.arm, config) for config in configs]) as bars:
+    planned = [lab.Planned(None, config.arm, config) for config in configs]
+    with terminal.resumable(), terminal.PlannedBars(planned) as bars:
         comparison = lab.compare(configs, out, watch=bars, **settings)
-    with RoundBar() as rounds_bar:
+    with terminal.RoundBar() as rounds_bar:
         lab.write_comparison(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:
-        print_json({"environments": comparison.summary})
+        terminal.print_json({"environments": comparison.summary})
         return
     _print_comparison(comparison)
-    print_paths({"Numbers": out / "summary.json", "Page": out / "report.html"})
+    terminal.print_paths({"Numbers": out / "summary.json", "Page": out / "report.html"})
 
 
-def _print_comparison(comparison: Comparison) -> None:
+def _print_comparison(comparison: lab.Comparison) -> None:
     """Print a verdict on each arm, the table of metrics, and how to read it."""
     ((env, _),) = comparison.summary.items()
-    summary = make_summary(comparison)
+    summary = lab.make_summary(comparison)
     seeds = len({config.seed for config in comparison.configs})
     for verdict in summary.verdicts:
-        print_line(verdict)
+        terminal.print_line(verdict)
     lines = [("metric", *summary.headings)]
     lines += [(metric, *(" ".join(cell).strip() for cell in cells)) for metric, cells in summary.rows]
     if len(summary.headings) > len(summary.rows):  # many arms fit on a screen one below the other
         lines = [*zip(*lines, strict=True)]
     title = f"{env}, {seeds} seeds, {comparison.configs[0].rounds} rounds"
-    table = make_table(title, lines[0], lines[1:])
+    table = terminal.make_table(title, lines[0], lines[1:])
     for column in table.columns[1:]:
         column.justify = "right"
-    console.print(table)
-    console.print(READING, style="dim", markup=False)
+    terminal.console.print(table)
+    terminal.console.print(lab.READING, style="dim", markup=False)

@@ -8,31 +8,11 @@ from typing import Annotated, Literal
 import polars as pl
 import typer
 
-from whence import causes
-from whence.cli.terminal import (
-    RoundBar,
-    describe_explanation,
-    errors,
-    find_round,
-    options,
-    parse_decision,
-    print_causes,
-    print_explanation,
-    print_json,
-    print_line,
-    shorten,
-)
+from whence import causes, page
+from whence.cli import terminal
+from whence.cli.terminal import options
 from whence.core import Action, WhenceError
-from whence.page import (
-    CauseView,
-    Decision,
-    ExploredRun,
-    describe_causes,
-    describe_target,
-    gather_causes,
-    pictures,
-    read_decision,
-)
+from whence.page import pictures
 from whence.runs import RunDirectory
 from whence.scores import find_moments
 from whence.stored import agents, language
@@ -113,11 +93,11 @@ def why(
         return
     if directory.is_language:
         view = _gather_response_causes(directory, prompts, responses, flagged, by, top)
-        content = {"prompts": prompts, "responses": responses, "flagged": flagged} | describe_causes(view)
+        content = {"prompts": prompts, "responses": responses, "flagged": flagged} | page.describe_causes(view)
     else:
-        explored = ExploredRun(directory, env=env)
+        explored = page.ExploredRun(directory, env=env)
         target: Action | pl.DataFrame
-        with errors.status("Reading the decision …"):
+        with terminal.errors.status("Reading the decision …"):
             naming = episode_seed, step, record, observation, action
             if not flagged:
                 target, decision = choose_decision(explored, *naming, with_frame=out is not None)
@@ -125,27 +105,27 @@ def why(
                 target, decision = directory.flags(), _describe_flagged(explored)
             else:
                 raise WhenceError("--flagged and other options both name decisions; give one of them.")
-        with RoundBar("rounds", "scoring") as bar:
+        with terminal.RoundBar("rounds", "scoring") as bar:
             framed = 0 if out is None else pictures.ACROSS
-            view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
-        content = describe_causes(view)
+            view = page.gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
+        content = page.describe_causes(view)
         if out is not None:
             pictures.draw_causes(view, out)
             content["picture"] = str(out)
         if not (json or flagged) and (step, record, observation, action) == (None, None, None, None):
-            print_line(
+            terminal.print_line(
                 "Of the episode's steps, this is the one whose action's probability rose most since the first round."
             )
     if json:
-        print_json(content)
+        terminal.print_json(content)
         return
-    print_causes(view)
+    terminal.print_causes(view)
     if out is not None:
-        print_line(f"Picture: {out}")
+        terminal.print_line(f"Picture: {out}")
 
 
 def choose_decision(
-    explored: ExploredRun,
+    explored: page.ExploredRun,
     episode_seed: int | None,
     step: int | None,
     record: int | None,
@@ -153,7 +133,7 @@ def choose_decision(
     action: str | None,
     *,
     with_frame: bool = False,
-) -> tuple[Action, Decision]:
+) -> tuple[Action, page.Decision]:
     """Return the decision that options name; without any, that of an episode whose probability rose most."""
     played = "--episode-seed" if episode_seed is not None else "--step" if step is not None else None
     recorded = None if record is None else "--record"
@@ -162,29 +142,29 @@ def choose_decision(
     if len(ways) > 1:
         raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
     if record is not None:
-        number = find_round(explored.directory, None, record)
-        return read_decision(explored, number, record, with_frame=with_frame)
+        number = terminal.find_round(explored.directory, None, record)
+        return page.read_decision(explored, number, record, with_frame=with_frame)
     if written:
         model = agents.load_agent(explored.directory, explored.directory.rounds()[0], env=explored.env)
-        target = parse_decision(observation, action, model)
-        return target, describe_target(explored, target, "in this observation")
+        target = terminal.parse_decision(observation, action, model)
+        return target, page.describe_target(explored, target, "in this observation")
     return _play_step(explored, episode_seed or 0, step, with_frame=with_frame)
 
 
-def _describe_flagged(run: ExploredRun) -> Decision:
+def _describe_flagged(run: page.ExploredRun) -> page.Decision:
     """Return what was done in the flagged records in words, with its mean log-probability."""
     flags = run.directory.flags()
     actions = causes.read_actions(run.directory, flags, env=run.env)
     what = f"What was done in one of {len(flags)} flagged records, which are not listed, by the geometric mean"
-    return Decision(what, *causes.compare_log_probs(run.directory, actions, env=run.env))
+    return page.Decision(what, *causes.compare_log_probs(run.directory, actions, env=run.env))
 
 
-def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: bool) -> tuple[Action, Decision]:
+def _play_step(run: page.ExploredRun, seed: int, step: int | None, *, with_frame: bool) -> tuple[Action, page.Decision]:
     episode = causes.play_episode(run.directory, seed=seed, env=run.env)
     step = episode.choose_step() if step is None else step
     target = episode.target(step)
     log_probs = float(episode.first_log_probs[step]), float(episode.records.log_probs[step]), episode.is_discrete
-    decision = describe_target(run, target, f"at step {step} of an episode with seed {seed}", log_probs)
+    decision = page.describe_target(run, target, f"at step {step} of an episode with seed {seed}", log_probs)
     if not with_frame:
         return target, decision
     frames = causes.play_episode(run.directory, seed=seed, env=run.env, frames=[step], longest=step + 1).frames
@@ -193,7 +173,7 @@ def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: boo
 
 def _gather_response_causes(
     run: RunDirectory, prompts: Sequence[str], responses: Sequence[str], flagged: bool, by: str, top: int
-) -> CauseView:
+) -> page.CauseView:
     """Score the records of all rounds below a progress bar, and return what taught the responses.
 
     Their present log-probability is that under the trained model, or under the policy of the last scored round.
@@ -201,11 +181,11 @@ def _gather_response_causes(
     behaviour, notes = run.flags() if flagged else causes.Examples(prompts, responses), list[str]()
     what = f"One of {len(responses)} responses, by the geometric mean"
     if len(responses) == 1:
-        what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"
+        what = f"“{terminal.shorten(responses[0])}” after “{terminal.shorten(prompts[0])}”"
     elif flagged:
         what = f"One of the {len(run.flags())} flagged responses, by the geometric mean"
         notes.append("The flagged responses are asked about, so they are not listed.")
-    with RoundBar("rounds", "scoring") as bar:
+    with terminal.RoundBar("rounds", "scoring") as bar:
         table = causes.find_causes(run, behaviour, method=by, on_round=bar.update)
     log_probs = table["log_prob"].drop_nulls().to_list() or [None]
     first, now = log_probs[0], log_probs[-1]
@@ -228,21 +208,21 @@ def _gather_response_causes(
         causes.rank_records(table, lowest=lowest, most=top).drop("log_prob").rename({"record_id": "record"}).to_dicts()
         for lowest in (False, True)
     )
-    decision = Decision(what, first, now)
-    return CauseView(str(run.path), "", decision, by, causes.sum_rounds(table), raised, lowered, notes=notes)
+    decision = page.Decision(what, first, now)
+    return page.CauseView(str(run.path), "", decision, by, causes.sum_rounds(table), raised, lowered, notes=notes)
 
 
 def _explain_score(run: RunDirectory, round: int | None, record: int | None, top: int, json: bool) -> None:
     """Show which tokens of a stored response its score comes from, and at which rows of the target it pulls."""
-    number = find_round(run, round, record)
+    number = terminal.find_round(run, round, record)
     if record is None:
         moments = find_moments(run.round("records", number), lowest=True, most=1)
         if not moments:
             raise WhenceError(f"No response of round {number} of {run.path} scores below 0. Name one: --record.")
         record = moments[0].record_id
-    with errors.status("Taking the score apart …"):
+    with terminal.errors.status("Taking the score apart …"):
         explanation = language.explain_response(run, number, record)
     if json:
-        print_json({"run": str(run.path), "round": number, **describe_explanation(explanation, top)})
+        terminal.print_json({"run": str(run.path), "round": number, **terminal.describe_explanation(explanation, top)})
     else:
-        print_explanation(explanation, number, top)
+        terminal.print_explanation(explanation, number, top)

@@ -22,12 +22,7 @@ SCHEMA = 1
 
 
 def print_json(content: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Print an object as JSON, for scripts: nothing else goes to standard output. What is not finite is null.
-
-    Args:
-        content: the object, without the version of its form, which is put before it as `schema`.
-        indent: spaces of a level; None: the object is one line.
-    """
+    """Print an object as JSON after its `schema`: nothing else goes to standard output. What is not finite is null."""
     finite = json.loads(json.dumps({"schema": SCHEMA, **content}, default=str), parse_constant=lambda name: None)
     typer.echo(json.dumps(finite, indent=indent))
 

@@ -20,22 +20,13 @@ _FAILED = 3
 
 
 def exit_on_findings(checks: Sequence[Check], rank: Rank | None) -> None:
-    """End with exit code 3 if a check has a finding of this rank or a worse one, printed or not; None: do not.
-
-    Raises:
-        typer.Exit: there is one.
-    """
+    """End with exit code 3 if a check has a finding of this rank or a worse one, printed or not; None: do not."""
     if rank is not None and any(check.outcome in ("wrong", rank) for check in checks):
         raise typer.Exit(_FAILED)
 
 
 def print_findings(checks: Sequence[Check], not_read: Sequence[str] = ()) -> None:
-    """Print findings with their rank, evidence, advice and records; then what was looked at.
-
-    Args:
-        checks: what was looked at, what is wrong first.
-        not_read: names in logs that were not read.
-    """
+    """Print findings with their rank, evidence, advice and records; then what was looked at, and not read of logs."""
     findings = choose_findings(checks)
     for number, one in enumerate(findings, start=1):
         title = Text.assemble((one.rank, _STYLES[one.rank]), make_printable(f": {one.title}."))

@@ -12,11 +12,7 @@ HAS_LABORATORY = find_spec("whence.lab") is not None
 
 
 def require_laboratory(what: str) -> None:
-    """Refuse what only the laboratory can do.
-
-    Raises:
-        WhenceError: the laboratory is not there.
-    """
+    """Refuse what only the laboratory can do, if it is not there."""
     if not HAS_LABORATORY:
         raise WhenceError(f"{what} needs the laboratory, whence.lab, which this installation of whence lacks.")
 

@@ -178,14 +178,10 @@ Command: TypeAlias = Callable[..., None]
 
 
 class FieldOption:
-    """An option that sets a field of a configuration, if it is given.
+    """An option that sets a field of a configuration, if it is given; below a heading of the help, `panel`.
 
-    Args:
-        name: the field's name.
-        kinds: the types of its values, as a dataclass names them; `Mapping` is given as JSON, several are int and str.
-        about: what it is, as a phrase.
-        default: its value where the option is not given; None: there is none to name.
-        panel: the heading that it stands under in the help.
+    `kinds` are the types of the field's values, as a dataclass names them: `Mapping` is given as JSON, several are int
+    and str. `about` says what it is, as a phrase. A `default` of None is not named.
     """
 
     def __init__(

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.detectors.models import expand, predict_each
+from whence.findings.detectors.models import Matrix, expand, predict_each
 from whence.findings.detectors.places import (
     FITTED,
     FLOOR,
     MATCHED,
     Atlas,
-    Matrix,
     Misfit,
     Outstanding,
     Ridge,

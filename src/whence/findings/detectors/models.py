@@ -28,12 +28,7 @@ def predict_each(basis: Matrix, targets: Matrix, groups: Int[np.ndarray, " n"]) 
     """Return the prediction of each record's targets by a model that was fitted without its group.
 
     Records that a fit misses by far are left out of the next one, so that a minority that behaves otherwise does not
-    bend it.
-
-    Args:
-        basis: (n, d) what the model is linear in.
-        targets: (n, k).
-        groups: the number of each record's episode.
+    bend it. The model is linear in `basis`, and groups are episodes.
     """
     fold, basis = groups % _FOLDS, basis.astype(np.float32)  # half the time, and ridge keeps it well conditioned
     predicted = np.zeros_like(targets)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from numpy.typing import NDArray
 
 from whence.findings.evidence import Blocks, Evidence, Mask, Numbers
@@ -40,8 +40,8 @@ _TAIL = 0.0025
 
 def look_at_nonfinite(evidence: Evidence) -> Sight:
     """Count the records with a reward or an observation that is NaN or infinite: in decades, from 1 record on 1."""
-    mask, names = ~np.isfinite(evidence.columns["reward"]), ["the reward"]
-    names = names if mask.any() else []
+    mask = ~np.isfinite(evidence.columns["reward"])
+    names = ["the reward"] if mask.any() else []
     for name, block in evidence.blocks.items():
         if block.dtype.kind == "f" and (bad := ~np.isfinite(block).all(axis=1)).any():
             mask, names = mask | bad, [*names, name]
@@ -256,7 +256,9 @@ def look_at_clipped_observations(evidence: Evidence) -> Sight:
     An end that the space declares is no fault, nor is one at 0, or one that an action at its bound sets. VecNormalize's
     `clip_obs` is one.
     """
-    pairs, at_bounds = np.flatnonzero(evidence.has_next), _list_bounds(evidence.actions)
+    pairs, actions = np.flatnonzero(evidence.has_next), evidence.actions
+    actions = actions if actions.ndim > 1 else np.zeros((len(actions), 0))  # discrete ones have no bounds
+    at_bounds = (actions == actions.min(axis=0)) | (actions == actions.max(axis=0))
     limits, texts, shares = _list_limits(evidence.config.get("observation_space")), [], []
     clip, usual = (evidence.config.get("VecNormalize") or {}).get("clip_obs"), (~at_bounds[pairs]).mean(axis=0)
     for blocks in (evidence.blocks, evidence.normalised):
@@ -373,12 +375,6 @@ def _compare_counts(counts: Int[np.ndarray, " k"], at: int, records: int) -> flo
     """Return how much larger a count is than any other, and than what is too rare to matter: in decades."""
     others = max(int(np.delete(counts, at).max(initial=0)), _RARE * records, 1)
     return max(0.0, float(np.log10(max(counts[at], 1) / others)))
-
-
-def _list_bounds(actions: NDArray[Any]) -> Bool[np.ndarray, "n axes"]:
-    """Return whether each axis of an action is at an end of its range; discrete actions have none."""
-    actions = actions if actions.ndim > 1 else np.zeros((len(actions), 0))
-    return np.asarray((actions == actions.min(axis=0)) | (actions == actions.max(axis=0)))
 
 
 def _say_value(evidence: Evidence, mask: Mask) -> str:

@@ -90,7 +90,8 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
     copy_of = evidence.columns["env_index"][np.unique(evidence.episodes, return_index=True)[1]]
     if len(copies) < 2:
         raise CannotTellError("there is one environment")
-    if _may_be_agents(evidence, len(copies)):
+    steps, is_unknown = evidence.columns["step"], not evidence.config.get("env_wrappers", True)
+    if is_unknown and not len(steps) % len(copies) and not np.ptp(steps.reshape(len(copies), -1), axis=0).any():
         raise CannotTellError("the environments may be agents of one world: their episodes always end together")
     place = np.searchsorted(copies, copy_of)
     tries, each = len(copies) * len(traits), np.median(np.bincount(place))
@@ -125,13 +126,6 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
     )
 
 
-def _may_be_agents(evidence: Evidence, copies: int) -> bool:
-    """Return whether environments that Gymnasium did not make are always at the same step."""
-    steps = evidence.columns["step"]
-    is_unknown = not evidence.config.get("env_wrappers", True)
-    return is_unknown and not len(steps) % copies and bool((np.ptp(steps.reshape(copies, -1), axis=0) == 0).all())
-
-
 def _measure(trait: _Trait, here: Numbers, others: Numbers) -> Numbers:
     """Return how far two means are apart: sizes in doublings, places in deviations of episodes."""
     if trait.is_place:
@@ -147,11 +141,7 @@ def _compare_groups(
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return each group's mean, that of the others, and Mann and Whitney's |z| of all, in one pass.
 
-    Args:
-        values: (n,) numbers, NaN where unknown.
-        place: (n,) the group of each.
-        groups: how many there are.
-        in_order: whether each group is taken with all before it.
+    `values` are NaN where unknown; `in_order` takes each group with all before it.
     """
     known = np.isfinite(values)
     values, place = values[known], place[known]

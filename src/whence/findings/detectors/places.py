@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
+from whence.findings.detectors.models import Matrix
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError
 from whence.findings.history import FEW
-
-Matrix = Float[np.ndarray, "n d"]
 
 LEAST_RECORDS = 500
 """Records from which on something is said of a model: a few for each of its columns."""
@@ -70,11 +69,7 @@ FLOOR = 0.01
 
 
 def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
-    """Return the states that have a next one, the standardised change to it, and their rows.
-
-    Raises:
-        CannotTellError: nothing is seen, or there are too few records.
-    """
+    """Return the states that have a next one, the standardised change to it, and their rows."""
     rows = np.flatnonzero(evidence.has_next)
     if len(rows) < LEAST_RECORDS:
         raise CannotTellError(f"there are {len(rows)} steps, and {LEAST_RECORDS} are needed")
@@ -85,11 +80,7 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
 
 
 def list_lags(evidence: Evidence, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return by how many steps something may be late, and the positions in `rows` of steps that have one before them.
-
-    Raises:
-        CannotTellError: these are too few for any.
-    """
+    """Return by how many steps something may be late, and the places in `rows` of steps that have one before them."""
     episodes = evidence.episodes[rows]
     lags = [
         (lag, lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag])))
@@ -355,9 +346,6 @@ def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measur
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
     Those that a change explains best, for all of their records together, are compared, with their ends moved.
-
-    Raises:
-        CannotTellError: no place is like the rest of the run.
     """
 
     def weigh(place: Place) -> float:

@@ -3,13 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.detectors.models import expand, predict_each
+from whence.findings.detectors.models import Matrix, expand, predict_each
 from whence.findings.detectors.places import (
     FITTED,
     FLOOR,
     MATCHED,
     Atlas,
-    Matrix,
     Misfit,
     Ridge,
     find_outstanding,
@@ -38,11 +37,7 @@ _KINKS = 0.25, 0.5, 0.75
 
 
 def read_rewards(evidence: Evidence, rows: np.ndarray) -> Numbers:
-    """Return rewards in their standard deviations, the rarest ones cut: another detector looks at those.
-
-    Raises:
-        CannotTellError: all are equal.
-    """
+    """Return rewards in their standard deviations, the rarest ones cut: another detector looks at those."""
     rewards = evidence.columns["reward"][rows]
     rewards = np.clip(rewards, *np.quantile(rewards, [0.002, 0.998]))
     if rewards.std() <= 1e-9 * np.abs(rewards).max(initial=0.0):
@@ -74,24 +69,17 @@ def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tu
     return paid - paid.sum() / max(len(paid), 1), due - due.sum() / max(len(due), 1), episodes[place][known]
 
 
-def _prepare(evidence: Evidence) -> tuple[Atlas, Ridge]:
-    """Return the places of a run, and a regression of rewards on moves."""
-    evidence = evidence.thin(FITTED)
-    state, change, rows = read_moves(evidence)
-    rewards = read_rewards(evidence, rows)[:, None].astype(np.float32)
-    return Atlas(evidence, rows), Ridge(describe_moves(state, change, evidence.acting[rows]), rewards).narrow(
-        _DIRECTIONS
-    )
-
-
 def look_at_rewards(evidence: Evidence, *, in_parts: bool = False, is_missing: bool = False) -> Sight:
     """Look for a place where rewards are not what the same moves earn elsewhere.
 
     Their opposite in a range of an entry, or for an action in one; another multiple of it in environment copies and
     rounds, `in_parts`; or, `is_missing`, rewards that do not vary at all.
     """
-    atlas, ridge = _prepare(evidence)
-    episodes = atlas.evidence.episodes[atlas.rows]
+    whole, evidence = evidence, evidence.thin(FITTED)
+    state, change, rows = read_moves(evidence)
+    rewards = read_rewards(evidence, rows)[:, None].astype(np.float32)
+    ridge = Ridge(describe_moves(state, change, evidence.acting[rows]), rewards).narrow(_DIRECTIONS)
+    atlas, episodes = Atlas(evidence, rows), evidence.episodes[rows]
 
     def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
         paid, due, _ = _compare(ridge, episodes, place, without)
@@ -127,7 +115,7 @@ def look_at_rewards(evidence: Evidence, *, in_parts: bool = False, is_missing: b
         f"Of a model that was fitted without these steps, the squared misses are {misfit.misfit:.2g} of the rewards' "
         f"variance there, and {misfit.changed:.2g} with what it predicts taken {misfit.change:.2g} times.",
         f"Read what the environment and its wrappers pay {place.text}, and open these records.",
-        atlas.mark(evidence, place),
+        atlas.mark(whole, place),
     )
 
 

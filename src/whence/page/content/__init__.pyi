@@ -31,7 +31,6 @@ from .rounds import choose_round as choose_round
 from .rounds import describe_record as describe_record
 from .rounds import describe_runs as describe_runs
 from .rounds import list_moments as list_moments
-from .short_json import compress_json as compress_json
 from .short_json import compress_text as compress_text
 from .short_json import round_numbers as round_numbers
 from .short_json import spread as spread

@@ -1,7 +1,7 @@
 """Causes of a decision or a response as terminal, pictures and page show them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.causes import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
+from whence.causes import OnRound, compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.core import Action
 from whence.page.content.explored_run import LOCK, ExploredRun
 from whence.page.content.frames import make_thumb, replay_moments
@@ -100,17 +100,7 @@ class CauseView:
 
 
 def read_decision(run: ExploredRun, number: int, record: int, *, with_frame: bool = False) -> tuple[Action, Decision]:
-    """Return what was done in a record of a round, as a target and in words.
-
-    Args:
-        run: the run.
-        number: the round.
-        record: the record's id.
-        with_frame: whether a picture of its state is drawn.
-
-    Raises:
-        RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
-    """
+    """Return what was done in a record of a round, as a target and in words, perhaps with a picture of its state."""
     row = run.record(number, record)
     step, episode = row.get("step"), row.get("episode_id")
     where = "" if step is None or episode is None else f"step {step} of episode {episode}, "
@@ -130,11 +120,7 @@ def describe_target(
 ) -> Decision:
     """Return a decision in words, with its probability under the first policy and under the present one.
 
-    Args:
-        run: the run.
-        target: the decision.
-        place: where it was taken, in words.
-        log_probs: see `compare_log_probs`; None: they are computed.
+    `place` says where it was taken; `log_probs` are those of `compare_log_probs`, None: they are computed.
     """
     action = np.asarray(target.action).squeeze().tolist()
     name = name_action(action, run.labels)
@@ -150,22 +136,12 @@ def gather_causes(
     by: str,
     most: int,
     framed: int,
-    on_round: Callable[[int, int], None],
+    on_round: OnRound,
 ) -> CauseView:
-    """Score the records of all rounds for a decision, and return what taught it.
+    """Score the records of all rounds of an agent for a decision, and return what taught it.
 
-    Args:
-        run: the run of an agent.
-        target: what is asked about; or the stored records in which it was done.
-        decision: the same in words.
-        by: a key of `SCORED`.
-        most: the most moments at either end.
-        framed: how many of them at either end have their faces drawn.
-        on_round: called after each round with the number of rounds that are scored, and of all; what it raises ends the
-            work.
-
-    Raises:
-        RunDirectoryError: a policy cannot be built again.
+    `by` is a key of `SCORED`. At either end there are up to `most` moments, `framed` of them with pictures. What
+    `on_round` raises ends the work.
     """
     with LOCK:
         scores = find_causes(run.directory, target, method=by, env=run.env, on_round=on_round)
@@ -190,14 +166,8 @@ def gather_causes(
     )
 
 
-def build_causes(
-    run: ExploredRun, number: int, record: int, by: str, on_round: Callable[[int, int], None]
-) -> dict[str, Any]:
-    """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments.
-
-    Raises:
-        RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
-    """
+def build_causes(run: ExploredRun, number: int, record: int, by: str, on_round: OnRound) -> dict[str, Any]:
+    """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments."""
     if run.is_language:
         return _explain_tokens(run, number, record)
     target, decision = read_decision(run, number, record)

@@ -56,25 +56,14 @@ T = TypeVar("T")
 
 
 class Round(NamedTuple):
-    """The records of a round as the page shows them.
-
-    Attributes:
-        table: its records, with scores if they were stored or could be computed, and whether they differ from 0.
-        notes: what is missing, and what was computed on demand.
-    """
+    """The records of a round, with scores if they can be had; and notes on what is missing or was computed now."""
 
     table: pl.DataFrame
     notes: list[str]
 
 
 class Estimate(NamedTuple):
-    """An advantage by fresh rollouts.
-
-    Attributes:
-        mc_advantage: the advantage; None if it could not be measured.
-        mc_error: its standard error.
-        mc_text: how it was measured, or why not, as a sentence.
-    """
+    """An advantage by fresh rollouts, with its standard error, and in a sentence how it was measured, or why not."""
 
     mc_advantage: float | None = None
     mc_error: float | None = None
@@ -160,9 +149,7 @@ class ExploredRun:
         Scores that were not stored are computed, unless it need not be `scored`.
         """
         flags = self.directory.flags().filter(pl.col("round") == number)
-        texts = flags.select(
-            "record_id", flag=pl.when(pl.col("note") == "").then(pl.lit("⚑")).otherwise(pl.lit("⚑ ") + pl.col("note"))
-        )
+        texts = flags.select("record_id", flag=(pl.lit("⚑ ") + pl.col("note")).replace("⚑ ", "⚑"))
         records = self.round(number) if scored else self._read_round(number, scored=False)
         return records.table.join(texts, on="record_id", how="left", maintain_order="left")
 
@@ -177,11 +164,7 @@ class ExploredRun:
         return [{"run": str(self.directory.path), **row} for row in rows]
 
     def group(self, number: int, by: str) -> pl.Series:
-        """Return the name of the group of each record of a round by a column, or by its region.
-
-        Raises:
-            WhenceError: the records cannot be grouped by it.
-        """
+        """Return the name of the group of each record of a round by a column, or by its region."""
         table = self.round(number).table
         if (groups := name_groups(table, by, self.labels, self.name_axes(number))) is None:
             raise WhenceError(f"Round {number} cannot be grouped by {by[:80]!r}.")
@@ -208,12 +191,7 @@ class ExploredRun:
         return self._describe_findings(max(self.directory.rounds(), default=0))
 
     def describe_checks(self) -> dict[str, Any]:
-        """Return what was looked at in the run in JSON types.
-
-        Returns:
-            `checks`, each with `name`, `outcome` and `text`; `counts` of the outcomes in words; and `silence`, what to
-            say where nothing stands out.
-        """
+        """Return what was looked at in the run in JSON types; `silence` is what to say where nothing stands out."""
         checks = self._inspect_until(max(self.directory.rounds(), default=0))
         shown = [{"name": check.name, "outcome": check.outcome, "text": check.text} for check in checks]
         return {"checks": shown, "counts": count_outcomes(checks), "silence": say_nothing_stands_out(checks)}
@@ -260,11 +238,7 @@ class ExploredRun:
 
     @remember
     def round(self, number: int) -> Round:
-        """Return a round's records, scored now if they were not; of a damaged file no records, and a note.
-
-        Raises:
-            RunDirectoryError: the round is not there.
-        """
+        """Return a round's records, scored now if they were not; of a damaged file no records, and a note."""
         self.directory.require_rounds([number])
         return self._read_round(number, scored=True)
 
@@ -312,11 +286,7 @@ class ExploredRun:
         return table.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
 
     def record(self, number: int, record: int) -> dict[str, Any]:
-        """Return a record's row of its round's table.
-
-        Raises:
-            RunDirectoryError: the round or the record is not there.
-        """
+        """Return a record's row of its round's table."""
         table = self.round(number).table
         if (place := table["record_id"].index_of(record)) is None:
             missing = f"Round {number} of {self.directory.path} has no record {record}."
@@ -332,11 +302,7 @@ class ExploredRun:
 
     @remember
     def map(self, number: int) -> dict[str, Any] | None:
-        """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere.
-
-        Raises:
-            ReplayError: an episode cannot be played again.
-        """
+        """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere."""
         table = self.round(number).table
         if self.is_language or "score" not in table.columns or not self._has_map:
             return None

@@ -68,11 +68,7 @@ def encode_frames(frames: Frames, face: int) -> dict[str, Any] | None:
 def read_picture(row: Mapping[str, Any], space: Any) -> NDArray[np.uint8] | None:
     """Return the stored observation of a record as a picture (height, width, 3); None of what is no picture.
 
-    Of a Dict it is the first picture, and of a stack of frames the last frame.
-
-    Args:
-        row: the record's row.
-        space: the run's space of observations, as its configuration has it.
+    Of a Dict it is the first picture, and of a stack of frames the last frame. `space` is the configuration's.
     """
     for column in list_observations(list(row)):
         part: Any = space
@@ -116,11 +112,9 @@ def _shrink(frame: NDArray[np.uint8], width: int) -> Any:
 def _encode_smallest(pixels: bytes, size: tuple[int, int]) -> str:
     from PIL import Image
 
-    image = Image.frombytes("RGB", size, pixels)
-    return min((_encode(image, lossless=lossless) for lossless in (True, False)), key=len)
-
-
-def _encode(image: Any, *, lossless: bool) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "WEBP", lossless=lossless, quality=QUALITY, method=3)
-    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    image, texts = Image.frombytes("RGB", size, pixels), []
+    for lossless in (True, False):
+        buffer = io.BytesIO()
+        image.save(buffer, "WEBP", lossless=lossless, quality=QUALITY, method=3)
+        texts.append("data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii"))
+    return min(texts, key=len)

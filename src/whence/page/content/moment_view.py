@@ -140,13 +140,8 @@ def gather_moment(
 ) -> MomentView:
     """Return all that is known about a moment; what cannot be had is said in a note.
 
-    Args:
-        run: the run.
-        number: the round, from 1.
-        moment: the moment.
-        rollouts: fresh rollouts by which an agent's advantage is measured; 0: it is not.
-        steps: the steps to draw.
-        replay: the frames and their note, if they were drawn already.
+    An agent's advantage is measured by `rollouts` fresh rollouts, unless these are 0. `steps` are drawn, unless
+    `replay` has their frames and their note already.
     """
     row, window = run.record(number, moment.record_id), read_window(run.round(number).table, moment)
     target = name_target(run.directory.config.get("target"))
@@ -264,8 +259,7 @@ def describe_view(view: MomentView) -> dict[str, Any]:
             "frames": encode_frames(view.frames, moment.step or 0),
             "frames_note": view.frames_note,
         }
-    rounded: dict[str, Any] = round_numbers(shown)
-    return rounded
+    return dict(round_numbers(shown))
 
 
 def _list_entries(entries: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
@@ -21,19 +21,12 @@ LARGEST_PAGE = 500
 
 
 class Column(NamedTuple):
-    """A column of the grid.
-
-    Attributes:
-        key: its name in the run directory.
-        name: its heading.
-        about: its meaning.
-        kind: "score", "error", "keep", "reason", "text" or "number".
-    """
+    """A column of the grid: its name in the run directory, its heading, its meaning, and how it is shown."""
 
     key: str
     name: str
     about: str = ""
-    kind: str = "number"
+    kind: Literal["number", "score", "error", "keep", "reason", "text"] = "number"
 
 
 _ERROR = Column(
@@ -187,23 +180,11 @@ def query_records(
     size: int = 50,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Return one page of the records that are looked for, in JSON types.
-
-    Args:
-        run: the run.
-        number: the round; None: all, as `find_records` reads them.
-        search: what is looked for; None: all, in the usual order.
-        page: counted from 1.
-        size: rows of a page.
-        check: called before each round.
+    """Return one page, counted from 1, of the records of a round, or of all, that are looked for, in JSON types.
 
     Returns:
         `last_page`, `last_row` and `data`, a list of records by the columns' keys, of all rounds also by `round`;
         `records`, the number of those that were searched, and `left_out`, the rounds that were not.
-
-    Raises:
-        RunDirectoryError: the round is not there or cannot be read.
-        WhenceError: a column is unknown, a condition has no meaning, or a number is out of range.
     """
     if page < 1 or not 1 <= size <= LARGEST_PAGE:
         raise WhenceError(f"page is {page} and size {size}; a page from 1 and a size from 1 to {LARGEST_PAGE} needed.")
@@ -265,12 +246,9 @@ def _match(run: ExploredRun, number: int, table: pl.DataFrame, search: Search) -
     conditions += [pl.lit(run.group(number, by) == name) for by, name in search.groups]
     if search.where.strip():
         conditions.append(pl.lit(select_where(table, search.where, run.state_names, "where")))
-    if "differs" in search.only and "differs" in table.columns:
-        conditions.append(pl.col("differs"))
-    if "flagged" in search.only:
-        conditions.append(pl.col("flag").is_not_null())
-    if "unflagged" in search.only:
-        conditions.append(pl.col("flag").is_null())
+    differs = pl.col("differs") if "differs" in table.columns else pl.lit(True)
+    marks = {"differs": differs, "flagged": pl.col("flag").is_not_null(), "unflagged": pl.col("flag").is_null()}
+    conditions += [mark for name, mark in marks.items() if name in search.only]
     if search.ids:
         conditions.append(pl.col("record_id").is_in(list(search.ids)))
     if text := search.search.strip():
@@ -334,9 +312,6 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
     Returns:
         `rows` and `columns`, names of groups in their order, the columns None for one column; and `cells`: places of
         row and column, number of records, mean score, its error, and whether the mean differs from 0.
-
-    Raises:
-        WhenceError: no column or more than two are named, or the records cannot be grouped by one.
     """
     records, keys = run.round(number), run.groupings(number)
     if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*keys}:

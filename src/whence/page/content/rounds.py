@@ -53,12 +53,7 @@ CURVES = {
 
 
 def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return the page's object in JSON types.
-
-    Args:
-        runs: the runs, in the order of their numbers on the page.
-        rounds: the rounds of each run that are embedded; None: a server is asked for them.
-    """
+    """Return the page's object in JSON types; `rounds` of each run are embedded; None: a server is asked for them."""
     kind = "responses" if runs and runs[0].is_language else "steps"
     numbers = [run.directory.rounds() for run in runs] if rounds is None else rounds
     shown = [_describe_run(run, chosen, is_served=rounds is None) for run, chosen in zip(runs, numbers, strict=True)]
@@ -198,17 +193,9 @@ STRIP = 50_000
 def build_round(
     run: ExploredRun, number: int, *, rows: bool = False, records: Sequence[int] = (), most: int = MOMENTS
 ) -> dict[str, Any]:
-    """Return a round in JSON types, as the page's contract has it.
+    """Return a round in JSON types, as the page's contract has it; a damaged one has no records, and a note.
 
-    Args:
-        run: the run.
-        number: the round.
-        rows: whether the grid's rows of the moments' records are included; the server is asked for them instead.
-        records: further ones that the grid shows.
-        most: moments at either end.
-
-    Raises:
-        RunDirectoryError: the round is not there. A damaged round is a round without records, and a note.
+    With `rows` it has the grid's rows of the moments' and of further `records`, for which a server is asked instead.
     """
     scored = run.round(number)
     table, notes = scored.table, [*scored.notes]
@@ -260,16 +247,7 @@ def _describe_moments(run: ExploredRun, number: int, moments: Sequence[Moment]) 
 
 
 def build_detail(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
-    """Return a record and what surrounds it in JSON types, as the page's contract has it; rollouts are not made.
-
-    Args:
-        run: the run.
-        number: the round.
-        record: the record's id.
-
-    Raises:
-        RunDirectoryError: the round or the record is not there.
-    """
+    """Return a record and what surrounds it in JSON types, as the page's contract has it; rollouts are not made."""
     row, records = run.record(number, record), run.round(number)
     detail = describe_record(run, number, find_moment(records.table, record))
     return detail | {"group": list_group(records, row.get("prompt"))} if run.is_language else detail
@@ -283,14 +261,9 @@ def describe_record(
     replay: tuple[Frames, str | None] | None = None,
     with_tokens: bool = True,
 ) -> dict[str, Any]:
-    """Return a record and what surrounds it in JSON types, but for the other responses to its prompt.
+    """Return a moment's face and what surrounds it in JSON types, but for the other responses to its prompt.
 
-    Args:
-        run: the run.
-        number: the round.
-        moment: the moment whose face it is.
-        replay: its frames and their note, if they were drawn already.
-        with_tokens: whether a response has the numbers of its tokens.
+    `replay` are its frames and their note, if they were drawn already.
     """
     view = gather_moment(run, number, moment, steps=choose_steps(moment.step), replay=replay)
     notes = run.directory.flags().filter(pl.col("round") == number, pl.col("record_id") == moment.record_id)["note"]

@@ -13,7 +13,6 @@ import polars as pl
 LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""
 
-
 _PLAIN = {int, str, bool, type(None)}
 
 
@@ -49,11 +48,6 @@ def write_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def compress_json(value: Any, digits: int) -> str:
-    """Return a value as JSON with short numbers, compressed by gzip, as base64; equal values give equal text."""
-    return compress_text(write_json(round_numbers(value, digits)))
-
-
 def compress_text(text: str) -> str:
-    """Return a text, compressed by gzip, as base64."""
+    """Return a text, compressed by gzip, as base64; equal texts give equal ones."""
     return base64.b64encode(gzip.compress(text.encode("utf-8"), 9, mtime=0)).decode("ascii")

@@ -49,11 +49,7 @@ def refuse_custom(run: RunDirectory, what: str, remedy: str) -> None:
 
 
 def build_agent(run: RunDirectory) -> CustomAgent:
-    """Return an agent whose policy is as the user's function makes it.
-
-    Raises:
-        RunDirectoryError: the run names no function, is a stranger's, or what it names cannot be had.
-    """
+    """Return an agent whose policy is as the user's function makes it."""
     name, objective = run.config.get("policy"), read_numbers(run.config.get("objective") or {})
     if name is None:
         raise RunDirectoryError(

@@ -31,17 +31,10 @@ from whence.sb3.episodes import Pool, evaluate_pool, find_object, reuses_world, 
 def make_env(
     name: str, kwargs: Mapping[str, Any], observe: str | None = None, *, checked: bool = True, **options: Any
 ) -> gym.Env[Any, Any]:
-    """Return an environment by its name.
+    """Return an environment by its name: an id of Gymnasium's, module:Id, or module:function, of what makes one.
 
-    Args:
-        name: an id of Gymnasium's, module:Id, or module:function, of a function or class that makes one.
-        kwargs: its arguments.
-        observe: the part of dict observations to observe; None: all.
-        checked: let Gymnasium check its first steps, and warn of them.
-        options: further arguments, for an environment that takes them.
-
-    Raises:
-        WhenceError: it is not known, or its constructor or a wrapper's fails; the message names it.
+    Of dict observations it shows the part `observe`. Gymnasium warns of its first steps if they are `checked`.
+    `options` are further arguments, for an environment that takes them.
     """
     module, _, attribute = name.rpartition(":")
     try:
@@ -115,11 +108,7 @@ def _evaluate(model: BaseAlgorithm, env: VecEnv, episodes: int, seed: int) -> ND
 
 
 def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
-    """Refuse an observation or an action that a policy's spaces do not contain.
-
-    Raises:
-        WhenceError: a shape differs, a value is out of range, or the numbers of observations and actions differ.
-    """
+    """Refuse an observation or an action that a policy's spaces do not contain, or different numbers of both."""
     if isinstance(actions, spaces.Box):
         # A policy's actions exceed the bounds, too: SB3 clips them only on their way to the environment.
         actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
@@ -146,9 +135,7 @@ def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]
 def action_labels(env_id: str | None, config: Mapping[str, Any] | None = None) -> list[str] | None:
     """Return the names of an environment's discrete actions, in their order; None if they are not known.
 
-    Args:
-        env_id: a Gymnasium id such as LunarLander-v3, also as module:Id; None: not known.
-        config: a run's configuration, whose own `names` come first.
+    The id is Gymnasium's, also as module:Id. A run's configuration may hold names of its own, which come first.
     """
     return _find_names(env_id, "actions", config or {})
 

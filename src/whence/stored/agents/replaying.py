@@ -50,10 +50,6 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None, *, index: int = 0) ->
     """Return a function that makes an environment as a run was trained in, in all wrappers, to play and to draw.
 
     That is the environment of `index` among those that were trained in.
-
-    Raises:
-        ReplayError: the run's configuration names no environment, and `env` was not given.
-        RunDirectoryError: `env` was not given, and the run is not trusted.
     """
     if env is not None and not isinstance(env, str):
         return env
@@ -93,17 +89,12 @@ def is_squashed(run: RunDirectory) -> bool:
 
     sb3-contrib's RecurrentPPO clips them while it collects, even those of a policy that squashes.
     """
-    return run.config.get("algorithm") != "RecurrentPPO" and bool(
-        run.config.get("policy_kwargs", {}).get("squash_output", False)
-    )
+    has_squashing = bool(run.config.get("policy_kwargs", {}).get("squash_output", False))
+    return has_squashing and run.config.get("algorithm") != "RecurrentPPO"
 
 
 def make_lockstep(run: RunDirectory, env: AnyEnv, count: int, number: int, *, index: int = 0) -> VecEnv:
-    """Return environments to play side by side, `LockstepEnvs`, behind the wrappers that a round's policy was behind.
-
-    Raises:
-        ReplayError: an environment or a wrapper cannot be made again; the message names it.
-    """
+    """Return `LockstepEnvs` to play side by side, behind the wrappers that a round's policy was behind."""
     return wrap_as_trained(run, LockstepEnvs(make_replay_env(run, env, index=index), count), number)
 
 
@@ -176,9 +167,6 @@ def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int, *, trains: bool
 
     VecNormalize has the statistics after the collection of round `number`, or of the last one before it. It leaves
     them, and rewards, as they are, unless the run is to be trained on (`trains`).
-
-    Raises:
-        ReplayError: a wrapper cannot be made again; the message names it.
     """
     wrappers = run.config.get("vec_wrappers", ())
     if sum(each.get("class") == "VecNormalize" for each in wrappers) > 1:
@@ -251,11 +239,7 @@ def replay_exactly(
     env: AnyEnv = None,
     inspect: Callable[[gym.Env[Any, Any]], Any] | None = None,
 ) -> EpisodeReplay:
-    """Play an episode again up to a step; see `replay_episode`, and `play_again`.
-
-    Raises:
-        ReplayError: it cannot be played again, or differs from what was stored.
-    """
+    """Play an episode again up to a step; one that differs from what was stored is refused. See `replay_episode`."""
     replay = _play(run, stored, env, last_step=last_step, inspect=inspect)
     if replay.mismatch is not None:
         raise ReplayError(replay.mismatch)
@@ -268,12 +252,7 @@ def _play(run: RunDirectory, stored: StoredEpisode, env: AnyEnv, **options: Any)
 
 
 def observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
-    """Return a round's table with the observations that were too large to store, by playing its episodes again.
-
-    Raises:
-        RunDirectoryError: the policy read observations that cannot be had again.
-        ReplayError: an episode cannot be played again.
-    """
+    """Return a round's table with the observations that were too large to store, by playing its episodes again."""
     if run.config.get("VecNormalize", {}).get("norm_obs"):
         raise RunDirectoryError(
             f"The policy of {run.path} read observations that VecNormalize normalised by statistics that changed with "

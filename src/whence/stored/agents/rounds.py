@@ -93,9 +93,6 @@ def read_records(
 
     The model is the run's; which round's policy it holds does not matter. Records of a recurrent policy come with their
     history.
-
-    Raises:
-        ReplayError: observations are not stored, and cannot be observed again.
     """
     table = run.round("records", number)
     if is_recurrent(model.policy):
@@ -139,11 +136,7 @@ def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tup
 
 
 def load_agent(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: Mapping[str, Any] | None = None) -> Any:
-    """Return the model that collected a round, with the round's policy; see `load_round`, and `build_model`.
-
-    Raises:
-        RunDirectoryError: there is no such policy, or it cannot be built again.
-    """
+    """Return the model that collected a round, with the round's policy; see `load_round`, and `build_model`."""
     if is_custom(run):
         agent = build_agent(run)
         load_policy(run, number, agent)
@@ -156,11 +149,7 @@ def load_agent(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: M
 
 
 def load_policy(run: RunDirectory, number: int, model: Any) -> None:
-    """Load the policy that collected a round into the run's model; the one after the last round is the trained one.
-
-    Raises:
-        RunDirectoryError: there is no such policy, it is not finite, or the model has other tensors.
-    """
+    """Load the policy that collected a round into the run's model; the one after the last round is the trained one."""
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     shapes, stored_shapes = ({(name, each.shape) for name, each in of.items()} for of in (tensors, stored_tensors))
     if differing := sorted({name for name, _ in shapes ^ stored_shapes}):
@@ -253,10 +242,7 @@ def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv
         "value_before": value_before,
         "value_after": value_after,
     }
-    table = pl.DataFrame(
-        [pl.Series("record_id", records.ids.numpy())]
-        + [pl.Series(name, to_numpy(column)) for name, column in columns.items()]
-    )
+    table = pl.DataFrame({"record_id": records.ids.numpy(), **{name: to_numpy(each) for name, each in columns.items()}})
     return table.sort("divergence", "record_id", descending=[True, False])
 
 
@@ -299,9 +285,6 @@ def load_trainable_rounds(
 
     Of a round that was not recorded, records, learning rate and clip range are the stored ones; its minibatches are
     unknown, so it has none. If that is the first one, its optimiser begins anew, as in round 1.
-
-    Raises:
-        RunDirectoryError: a round is not there, rounds between them are missing, or the policy cannot be built again.
     """
     require_training(run)
     run.require_rounds(numbers)
@@ -378,20 +361,16 @@ def draw_minibatches(recording: RoundRecording, trained: Sequence[int], seed: in
         for epoch in range(recording.update.n_epochs)
         for minibatch in places[torch.randperm(len(places), generator=generator)].split(size)
     ]
-    return replace(
-        recording,
-        minibatches=[minibatch for _, minibatch in steps],
-        epochs=[epoch for epoch, _ in steps],
-        stopped=False,
-        generator=generator.get_state(),
-    )
+    return _set_steps(replace(recording, stopped=False, generator=generator.get_state()), steps)
 
 
 def leave_out(recording: RoundRecording, ids: Sequence[int]) -> RoundRecording:
     """Return a round whose minibatches lack some records; a minibatch that is left with none is no step."""
     stays = ~torch.isin(recording.records.ids, torch.tensor(ids))
-    minibatches = [minibatch[stays[minibatch]] for minibatch in recording.minibatches]
-    pairs = [
-        (minibatch, epoch) for minibatch, epoch in zip(minibatches, recording.epochs, strict=True) if len(minibatch)
-    ]
-    return replace(recording, minibatches=[pair[0] for pair in pairs], epochs=[pair[1] for pair in pairs])
+    pairs = zip(recording.epochs, recording.minibatches, strict=True)
+    steps = [(epoch, minibatch[stays[minibatch]]) for epoch, minibatch in pairs]
+    return _set_steps(recording, [step for step in steps if len(step[1])])
+
+
+def _set_steps(recording: RoundRecording, steps: Sequence[tuple[int, Tensor]]) -> RoundRecording:
+    return replace(recording, minibatches=[each for _, each in steps], epochs=[epoch for epoch, _ in steps])

@@ -30,11 +30,7 @@ def _read_task_settings() -> Mapping[str, Any]:
 
 
 def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]:
-    """Return a task's settings of an algorithm that differ from the algorithm's defaults.
-
-    Raises:
-        WhenceError: the task has no such size.
-    """
+    """Return a task's settings of an algorithm that differ from the algorithm's defaults."""
     if task is None:
         return {}
     tasks = _read_task_settings()
@@ -43,10 +39,6 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     if size not in sizes:
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
     return {**of_size[task if task == "smollm2" else size], **({"beta": 0.0} if algorithm == "rloo" else {})}
-
-
-ALGORITHMS = ("ppo", "grpo", "rloo")
-DTYPES = ("float32", "bfloat16")
 
 
 @settings("A run")
@@ -98,7 +90,7 @@ class LanguageConfig:
     test_dataset: str | None = None
     test_reward: str | None = None
     size: str = "small"
-    dtype: Annotated[str, one_of(DTYPES)] = "float32"
+    dtype: Annotated[str, one_of(("float32", "bfloat16"))] = "float32"
     lora: Natural = 0
     held_out: Natural = 0
     test_problems: Count = 512
@@ -106,7 +98,7 @@ class LanguageConfig:
     unit: Annotated[str, one_of(LANGUAGE_UNITS)] | None = None
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
     select: Literal["in_step", "before"] | None = None
-    algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
+    algorithm: Annotated[str, one_of(("ppo", "grpo", "rloo"))] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

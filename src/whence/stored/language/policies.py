@@ -53,11 +53,7 @@ def read_settings(run: RunDirectory) -> Any:
 
 
 def locate_checkpoints(run: RunDirectory) -> Path:
-    """Return the folder that a run's checkpoints are in, or would be; a script's may be anywhere.
-
-    Raises:
-        WhenceError: see `check_origin`.
-    """
+    """Return the folder that a run's checkpoints are in, or would be; a script's may be anywhere."""
     check_origin(run)
     return run.path / (str(run.config.get("output_dir", "trl")) if "trl" in run.config else "checkpoints")
 
@@ -83,11 +79,7 @@ def has_policy(run: RunDirectory, number: int) -> bool:
 
 
 def list_policies(run: RunDirectory) -> StoredPolicies:
-    """Return which rounds' policies are there.
-
-    Raises:
-        WhenceError: see `check_origin`.
-    """
+    """Return which rounds' policies are there."""
     rounds = run.rounds()
     stored = [number for number in rounds if has_policy(run, number)]
     missing = [number for number in rounds if number not in stored]
@@ -107,11 +99,7 @@ def tell_how_to_keep(run: RunDirectory) -> str:
 
 
 def require_policy(run: RunDirectory, number: int) -> Path | None:
-    """Return where a round's policy is; see `locate_policy`.
-
-    Raises:
-        RunDirectoryError: it is not there; the message says how to keep policies.
-    """
+    """Return where a round's policy is, see `locate_policy`; if it is not there, the error says how to keep all."""
     path = locate_policy(run, number)
     if not has_policy(run, number):
         reason = f"{path} is not there"
@@ -129,11 +117,7 @@ def require_policy(run: RunDirectory, number: int) -> Path | None:
 
 @hide_progress_bars()
 def load_run_task(run: RunDirectory, folder: Path | None = None) -> Task:
-    """Return a run's task, without its reward, with the start model, or the one in a folder in Transformers' format.
-
-    Raises:
-        WhenceError: see `check_origin`; or a model or its data are not there, or have changed.
-    """
+    """Return a run's task, without its reward, with the start model, or the one in a folder in Transformers' format."""
     check_origin(run)
     if run.experiment:
         config = LanguageConfig.from_json(run.experiment)
@@ -160,11 +144,7 @@ def check_trained(run: RunDirectory, model: Any) -> None:
 
 @preserve_rng_state()
 def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
-    """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there.
-
-    Raises:
-        WhenceError: see `load_run_task`.
-    """
+    """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there."""
     check_origin(run)
     folder: Path | None = run.path / "model"
     if not run.path.joinpath("model").is_dir():

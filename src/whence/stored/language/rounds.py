@@ -71,14 +71,9 @@ from whence.stored.language.tasks import (
 
 @dataclass(frozen=True, eq=False)
 class RebuiltRound:
-    """A round's policy and rows, with what scores them.
+    """The policy that drew a round's responses, its records, a row for each, and what scores them.
 
-    Attributes:
-        model: the policy that drew the round's responses.
-        tokenizer: its tokenizer.
-        table: the round's records.
-        rows: a row for each of them.
-        scoring: how the run scored them; or by the target that was asked for. The target has rows.
+    That is how the run scored them, or by the target that was asked for, which has rows.
     """
 
     model: Any
@@ -95,15 +90,8 @@ def rebuild_round(
 ) -> RebuiltRound:
     """Return a round of a run, as it was scored.
 
-    Args:
-        run: the run's directory.
-        number: the round.
-        make_target: makes a target with rows of its own from the run's task; None: the target of the run's scores.
-
-    Raises:
-        RunDirectoryError: the round or its policy is not there; the message says how to keep policies.
-        WhenceError: see `check_origin`; or the run's model or data are not there.
-        Unsupported: the target's rows were drawn in the round and not kept, or the objective was not.
+    `make_target` makes a target with rows of its own from the run's task; None: the target of the run's scores, which
+    is refused if its rows were drawn in the round and not kept.
     """
     if run.config.get("algorithm") == SCORED and make_target is None:
         return _rebuild_scored(run, number)
@@ -181,13 +169,7 @@ def make_stored_rows(table: pl.DataFrame, tokenizer: Any, device: Any) -> Record
 def load_start_policy(run: RunDirectory, number: int, model: str | None = None) -> tuple[Any, Any]:
     """Return the policy that drew a round's responses, without a value head, and its tokenizer.
 
-    Args:
-        run: the run.
-        number: the round.
-        model: the checkpoint, a folder or an id; None: the run's own.
-
-    Raises:
-        RunDirectoryError: the policy was not kept, or is not known, and no checkpoint was given.
+    `model` is the checkpoint, a folder or an id; None: the run's own.
     """
     if model is None and run.config.get("algorithm") == SCORED:
         model = run.trusted(run.config["model"])
@@ -280,15 +262,6 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
     """Return a response's tokens with their parts of its score, and the target's rows that it pulls at.
 
     They are computed by the round's policy, which is built again.
-
-    Args:
-        run: the run's directory.
-        number: the round.
-        record: the response's record id.
-
-    Raises:
-        RunDirectoryError: the round or the record is not there.
-        WhenceError: the round cannot be built again.
     """
     table = run.round("records", number)
     places = (table["record_id"] == record).arg_true()

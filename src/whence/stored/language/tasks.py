@@ -36,11 +36,7 @@ from whence.stored.language.language_config import LanguageConfig, search_first
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
-    """Return the `PPOConfig`, or TRL's GRPOConfig or RLOOConfig, of a run.
-
-    Raises:
-        WhenceError: a setting is unknown or out of its range.
-    """
+    """Return the `PPOConfig`, or TRL's GRPOConfig or RLOOConfig, of a run; a setting out of its range is refused."""
     settings = {**config.all_settings, "seed": config.seed}
     if config.algorithm == "ppo":
         return PPOConfig(output_dir, **{"disable_tqdm": True, **settings})  # commands show their own progress bar
@@ -119,12 +115,7 @@ class Task:
 def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     """Return the task of a run; a laboratory that is not on disk is made.
 
-    Args:
-        config: the run's configuration.
-        rewards: False loads no reward of the user's, and runs no code that the configuration names: a task to look at.
-
-    Raises:
-        WhenceError: a model, data set or function cannot be loaded.
+    Without `rewards` it is a task to look at: no reward of the user's is loaded, and no code that it names runs.
     """
     task = _load_laboratory(config) if config.task else _load_user_task(config, rewards)
     return replace(task, model=add_adapter(task.model, config.lora)) if config.lora else task
@@ -200,13 +191,7 @@ def make_scored_target(kind: str, demonstrations: str | None, tokenizer: Any, ba
 def make_response_target(task: Task, examples: Iterable[tuple[Prompt, str]]) -> ValidationLoss:
     """Return the mean log-probability of the tokens of all responses, each with its end-of-text token.
 
-    Args:
-        task: a run's task. Where its prompts are chats, a text is asked as a chat of one message.
-        examples: prompts, each a text or the messages of a chat, with their responses.
-
-    Raises:
-        WhenceError: the tokenizer does not know a character, a prompt has no token, or the model's context is too
-            short.
+    Prompts are texts or the messages of chats; where the task's are chats, a text is asked as one of one message.
     """
     target = ValidationLoss.of([_make_demonstration(task, *example) for example in examples], task.tokenizer)
     assert target.rows is not None
@@ -256,9 +241,6 @@ def load_function(name: str) -> Any:
     """Return the function "path/to/file.py:function" or "package.module:function"; its module is run.
 
     Modules are looked for in the working directory and on PYTHONPATH; those that a file imports also in its folder.
-
-    Raises:
-        WhenceError: there is no such file, module or function, or the module raises an error.
     """
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
@@ -300,11 +282,7 @@ def _run_file(path: Path, modified: int) -> ModuleType:
 
 
 def load_data(name: str) -> Any:
-    """Return the data set of a directory, a file or an id; if it has splits, the one named train, or the first.
-
-    Raises:
-        WhenceError: it cannot be loaded, or has no column "prompt".
-    """
+    """Return the data set of a directory, a file or an id; if it has splits, the one named train, or the first."""
     kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
     try:
         if any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):  # by save_to_disk
@@ -346,9 +324,6 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Return the model or tokenizer that one of Transformers' Auto classes loads from a directory or id.
 
     Weights are read from safetensors alone, since other formats are pickles, and no code that comes with a model runs.
-
-    Raises:
-        WhenceError: it cannot be loaded.
     """
     what, remedy = "tokenizer" if kind is AutoTokenizer else "model", ""
     try:

@@ -136,11 +136,7 @@ class RoundRecording:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            RunDirectoryError: the file is missing, or this version cannot read it.
-        """
+        """Read what `save` wrote; a `RunDirectoryError` if it is missing, or this version cannot read it."""
         if not Path(path).exists():
             raise RunDirectoryError(
                 f"{path} is not there. Record rounds with InfluenceCallback(recordings=[5, 20]) or whence train "

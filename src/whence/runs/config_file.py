@@ -47,11 +47,7 @@ Content: TypeAlias = Literal["run", "comparison", "sweep"]
 
 
 def check_config_file(path: Path) -> dict[str, Any]:
-    """Return the document of a config.json, of any version.
-
-    Raises:
-        RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
-    """
+    """Return the document of a config.json, of any version; a `RunDirectoryError` if it is none of whence's."""
     try:
         text = require_file(path).read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -164,11 +160,7 @@ def find_content(path: Path) -> Content | None:
 
 
 def check_content(path: Path, content: Content) -> None:
-    """Refuse a directory that holds something else than what is to be written there.
-
-    Raises:
-        RunDirectoryError: names what the directory holds.
-    """
+    """Refuse, with a `RunDirectoryError`, a directory that holds something else than what is to be written."""
     if (other := find_content(path)) not in (content, None):
         raise RunDirectoryError(
             f"{path} holds a {other}, and a {content} needs a directory of its own. Choose a new or empty directory."

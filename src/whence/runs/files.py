@@ -55,12 +55,9 @@ VOCABULARY = "vocabulary.parquet"
 
 
 def check_links(path: Path) -> None:
-    """Refuse to write into a run directory of which a folder is a link that leads elsewhere.
+    """Refuse, with a `RunDirectoryError`, a run directory of which a folder is a link that leads elsewhere.
 
     whence deletes and replaces files in a run's folders; those of another directory are not a run's.
-
-    Raises:
-        RunDirectoryError: names the link and where it leads.
     """
     for folder in path.iterdir():
         if folder.is_symlink() and folder.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
@@ -299,11 +296,7 @@ def write_flag(run: str | Path, number: int, record: int, note: str | None) -> N
 
 
 def write_flags(run: str | Path, records: pl.DataFrame, note: str | None) -> None:
-    """Flag records, `round` and `record_id` of each, in place of their flags; the note None takes the flags away.
-
-    Raises:
-        RunDirectoryError: the directory cannot be written, or its flags cannot be read.
-    """
+    """Flag records, `round` and `record_id` of each, in place of their flags; the note None takes the flags away."""
     with _WRITING:
         flags = read_flags(run)
         added = records.select(pl.col("round", "record_id").cast(pl.Int64), note=pl.lit(note, pl.String))

@@ -128,11 +128,7 @@ class IPPO(ScoreRule):
 
 
 def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
-    """Return the scores of exactly these records, in their order.
-
-    Raises:
-        InvalidInfluence: `influence` is None, or belongs to other records.
-    """
+    """Return the scores of exactly these records, in their order; others, or none, are an `InvalidInfluence`."""
     if influence is None:
         raise InvalidInfluence("This rule needs an influence: pass attribute(policy, records, target=Return()).")
     digest = influence.provenance.records

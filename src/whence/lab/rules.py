@@ -129,13 +129,8 @@ def has_single_actions(records: RecordBatch) -> bool:
 def number_visits(records: RecordBatch, name: str) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
     """Return each record's discounted return to go, its state and its action (LDA §C.4; v2 §B.4), (n,) each.
 
-    Args:
-        records: a rollout, with its rewards, values, episode starts, environments and gamma; observations with equal
-            bytes are one state.
-        name: what needs the columns, for errors.
-
-    Raises:
-        InvalidRecords: a column is missing, or an action is not a single integer.
+    Observations with equal bytes are one state. An `InvalidRecords` says that `name` needs a column that is missing, or
+    actions that are single integers.
     """
     names = "rewards", "values", "episode_starts", "env_index", "gamma"
     order, starts, envs = _read_episodes(name, records, names)
@@ -152,11 +147,7 @@ def number_visits(records: RecordBatch, name: str) -> tuple[Array, NDArray[np.in
 
 
 def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
-    """Return the records' TD errors, (n,); see `td_errors`.
-
-    Raises:
-        InvalidRecords: a column is missing, or gamma or GAE's lambda.
-    """
+    """Return the records' TD errors, (n,), see `td_errors`; an `InvalidRecords` if a column is missing."""
     names = "episode_starts", "env_index", "gamma", "gae_lambda"
     order, starts, envs = _read_episodes("A TD error", records, names)
     assert records.gamma is not None
@@ -262,23 +253,12 @@ def returns_to_go(
 
 
 def monte_carlo_advantages(returns: Array, states: NDArray[np.int64], actions: NDArray[np.int64]) -> Array:
-    """Return, for each record, the mean return of its state and action minus that of its state (LDA §C.4; v2 §B.4).
-
-    Args:
-        returns: (n,) returns, see `returns_to_go`.
-        states: (n,) the number of the record's state.
-        actions: (n,) the number of the record's action.
-    """
+    """Return the mean return of each record's state and action minus that of its state, (n,) (LDA §C.4; v2 §B.4)."""
     return group_means(returns, number_pairs(states, actions)) - group_means(returns, states)
 
 
 def group_means(values: Array, groups: NDArray[np.int64]) -> Array:
-    """Return the mean of each record's group, (n,).
-
-    Args:
-        values: (n,) what the means are of.
-        groups: (n,) the number of the record's group, at least 0.
-    """
+    """Return the mean of the values in each record's group, (n,); groups are numbers from 0."""
     means: Array = np.bincount(groups, weights=values) / np.maximum(np.bincount(groups), 1)
     return means[groups]
 

@@ -41,15 +41,8 @@ def open_run(
 ) -> tuple[Checkpoint | None, ResetTracker]:
     """Open a run directory as `learn()` begins; return the checkpoint to continue from, if any, and a tracker.
 
-    Args:
-        recorder: the directory's recorder.
-        model: the model, whose environments have been reset.
-        settings: how records are scored and selected, in JSON types.
-        tracker: what followed the environments in an earlier `learn()`; None: this is the first.
-        overwrite: delete the run that the directory holds, and start anew.
-
-    Raises:
-        RunDirectoryError: see `RunDirectory.begin` and `check_continues`.
+    The model's environments have been reset. `tracker` is what followed them in an earlier `learn()`; None: this is the
+    first. See `RunDirectory.begin` and `check_continues` of what is refused.
     """
     # In a further learn(), the wrappers' attributes may have changed since they were described.
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))

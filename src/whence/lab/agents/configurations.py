@@ -114,15 +114,7 @@ def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[Ru
 
 
 def configure_arms(arms: Iterable[str], **overrides: Any) -> list[RunConfig]:
-    """Return one run of each arm, to be compared.
-
-    Args:
-        arms: keys of `ARMS`.
-        overrides: see `configure`; also `env` or `preset`.
-
-    Raises:
-        WhenceError: see `configure`; or a comparison without evaluations.
-    """
+    """Return one run of each arm, to be compared; overrides are those of `configure`, with `env` or `preset`."""
     configs = [configure(arm=arm, **overrides) for arm in arms]
     if not all(config.eval_episodes for config in configs):
         raise WhenceError("eval_episodes is 0, but arms are compared by their test returns: at least 2 are needed.")

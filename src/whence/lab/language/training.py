@@ -289,11 +289,7 @@ def _save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
 
 
 def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
-    """Return the prompts that train, and those of the target's responses; None: the target needs none.
-
-    Raises:
-        WhenceError: no prompt would be left to train.
-    """
+    """Return the prompts that train, at least one, and those of the target's responses; None: it needs none."""
     if not config.held_out:
         return task.prompts, None
     cut = len(task.prompts) - config.held_out

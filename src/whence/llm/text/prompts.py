@@ -136,11 +136,7 @@ def read_prompts(
 
 
 def list_columns(dataset: Any) -> list[str]:
-    """Return the names of a data set's columns, or those of a dict, other than "prompt"; a list has none.
-
-    Raises:
-        WhenceError: there is no column "prompt".
-    """
+    """Return a data set's columns besides "prompt", which a dict or a data set must have; a list has none."""
     names = list(dataset) if isinstance(dataset, Mapping) else getattr(dataset, "column_names", None)
     if names is None:
         return []

@@ -308,13 +308,9 @@ class PassSignals:
 def list_pass_signals(
     passes: Mapping[int, Mapping[str, Tensor]], rows: RecordBatch, lengths: list[int], args: Any
 ) -> list[pl.Series]:
-    """Return the passes as columns of a round's records; see `list_signals`.
+    """Return the passes, by the place of a row, as columns of a round's records; see `list_signals`.
 
-    Args:
-        passes: by the place of a row; rows that were dropped have none.
-        rows: the rows of the generation batch.
-        lengths: the tokens of each response.
-        args: TRL's settings, for the bounds of ratios.
+    Rows that were dropped have no pass; `lengths` are the tokens of each response.
     """
     observations: Any = rows.observations
     mask = observations["response_mask"].cpu()

@@ -99,11 +99,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def _set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
-    """Put an environment's generator into a state that a reset's info held; not for one that is a seed.
-
-    Raises:
-        ReplayError: NumPy does not have this kind of generator.
-    """
+    """Put an environment's generator into a state that a reset's info held, and that is no seed."""
     kind = getattr(np.random, str(state.get("bit_generator")), None)
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")

@@ -163,11 +163,7 @@ def find_object(name: str) -> Any:
 
 
 def check_factory(name: str | None) -> str | None:
-    """Return the name "module:function" of a function that makes a training's environment; None as it is.
-
-    Raises:
-        WhenceError: there is no such function.
-    """
+    """Return the name "module:function" of a function that makes an environment, or None; refuse any other."""
     if name is None:
         return None
     module, _, path = name.partition(":") if isinstance(name, str) else ("", "", "")

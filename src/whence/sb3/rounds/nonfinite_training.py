@@ -34,10 +34,7 @@ def check_observation(model: Any, observation: Any, first_record: int) -> None:
 def check_step(model: Any, variables: Mapping[str, Any], number: int, first_record: int) -> None:
     """Refuse an environment step's rewards and observations, local variables of `collect_rollouts`, in a round.
 
-    `first_record` is the id of the record at SB3's step 0.
-
-    Raises:
-        NonFinite: a number is not finite; the message names the record and its environment.
+    A `NonFinite` names the record and its environment. `first_record` is the id of the record at SB3's step 0.
     """
     rewards, observations = variables["rewards"], variables["new_obs"]
     if _is_finite(rewards) and _is_finite(observations):

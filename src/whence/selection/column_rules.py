@@ -27,8 +27,7 @@ from whence.selection.selections import START, CheckedRule, Progress, Selection,
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""
 
-_SHOWN = 16
-"""Ids that a rule's text has at most."""
+_SHOWN = 16  # ids that a rule's text has at most
 
 
 @dataclass(frozen=True)

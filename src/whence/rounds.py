@@ -21,6 +21,7 @@ from whence.core import (
     check_one_per_record,
     eval_mode,
     first_line,
+    named_tensors,
     preserve_rng_state,
 )
 from whence.runs import CHANGED, load_tree, save_tree
@@ -174,7 +175,7 @@ def check_policy(view: PolicyView, trainable: Mapping[str, Tensor], recording: R
 
     A tensor that is not among the `trainable` parameters has to have the recorded value.
     """
-    tensors = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
+    tensors = named_tensors(view)
     if differing := sorted(tensors.keys() ^ recording.start.keys()):
         raise WhenceError(f"The recording is of another policy: only one of the two has `{differing[0]}`.")
     for name, tensor in tensors.items():

@@ -112,8 +112,7 @@ def describe(value: Any) -> Any:
     return strip_addresses(repr(value))
 
 
-_LONGEST = 200
-"""Characters of a part's setting that its description holds in full."""
+_LONGEST = 200  # characters of a part's setting that its description holds in full
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:

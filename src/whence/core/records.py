@@ -31,11 +31,7 @@ UNKNOWN = -1  # stands for an unknown number in integer columns; null in tables
 
 
 def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-    """Return a column of a policy's outputs, called `name`, if it holds one number per record, shape (n,).
-
-    Raises:
-        InvalidRecords: it holds several numbers per record.
-    """
+    """Return a column of a policy's outputs, called `name`, of shape (n,); several numbers per record are refused."""
     if column.ndim != 1:
         raise InvalidRecords(
             f"The policy view returned `{name}` of shape {tuple(column.shape)} for {len(column)} records; one number "

@@ -59,11 +59,7 @@ Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
 
 
 def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
-    """Return the runs of a sweep that are kept already.
-
-    Raises:
-        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file is damaged.
-    """
+    """Return the runs of a sweep that are kept already; refuse those in whose place others are kept."""
     kept_runs = read_runs(out)
     finished = []
     for planned in runs:
@@ -116,11 +112,7 @@ def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:
 
 
 def read_runs(out: Path) -> dict[tuple[Any, ...], KeptRun]:
-    """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
-
-    Raises:
-        RunDirectoryError: a row is missing, or is none of a whole run.
-    """
+    """Return a sweep's finished runs by experiment, label and seed; none without a file. Parts of runs are refused."""
     results, timings = (read_rows(out / f"{name}.parquet", KEYS) for name in ("curves", "timings"))
     runs: dict[Any, KeptRun] = {}
     for key, row in results.items():

@@ -18,8 +18,7 @@ from whence.runs.files import CHANGED, list_numbered, read_tensor_file, write_te
 
 FORMAT, VERSION = "whence-checkpoint", "2"
 
-_HIGH = 2 / 3
-"""Returns above this share of the way from the first to the best have not fallen."""
+_HIGH = 2 / 3  # returns above this share of the way from the first to the best have not fallen
 
 log = logging.getLogger("whence")
 

@@ -35,8 +35,7 @@ VERSION, OLDER = 3, 2
 SIGNATURE = ".signature"
 """The file of a run's signature, which is no part of what the run is."""
 
-_KEY_BYTES = 32
-"""The length of the key, and of what HMAC-SHA256 returns."""
+_KEY_BYTES = 32  # the length of the key, and of what HMAC-SHA256 returns
 
 _REFUSED: set[Path] = set()
 """Keys that could not be had, which is said once of each."""
@@ -67,11 +66,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a config.json: its objects `config`, `versions` and `notes`.
-
-    Raises:
-        RunDirectoryError: see `check_config_file`; or it is of another version.
-    """
+    """Read a config.json, of this version or the one before: its objects `config`, `versions` and `notes`."""
     document = check_config_file(path)
     parts, version = {name: document.get(name, {}) for name in ("config", "versions", "notes")}, document.get("version")
     if version not in (OLDER, VERSION) or not all(isinstance(part, dict) for part in parts.values()):

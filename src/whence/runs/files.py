@@ -73,11 +73,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a run directory, or one of its folders, into which the system will not let a round's files be written.
-
-    Raises:
-        RunDirectoryError: names the folder: it may not be written, is a file, or its path is too long.
-    """
+    """Refuse a run directory, or a folder in it, into which the system will not let a round's files be written."""
     for folder in (path, *(path / name for name in (*get_args(PerRound), *FOLDERS))):
         missing = () if folder.is_symlink() else (FileNotFoundError,)
         with explain_write_errors(folder), suppress(*missing):
@@ -188,11 +184,7 @@ def _find_checksum(path: str | Path) -> tuple[int, bytes, bytes] | None:
 
 
 def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the texts of a file's header and its tensors, by name.
-
-    Raises:
-        WhenceError: the file is not there, is damaged, or holds tensors that torch does not have; of the class `error`.
-    """
+    """Return the texts of a file's header and its tensors, by name; an `error` if it is missing or damaged."""
     try:
         if not _has_changed(path):
             with safe_open(path, framework="pt") as file:

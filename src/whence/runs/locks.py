@@ -17,8 +17,7 @@ log = logging.getLogger("whence")
 LOCK = ".lock"
 """The name of the file that the writer of a directory locks."""
 
-_LOOK = 0.2
-"""Seconds that a writer waits for a lock."""
+_LOOK = 0.2  # seconds that a writer waits for a lock
 
 _WITHOUT_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF
 """What file systems say that have no locks, such as those of clusters."""

@@ -186,11 +186,7 @@ def restore_model(model: Any, content: Mapping[str, Any]) -> None:
 
 
 def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> None:
-    """Refuse a model that does not continue the run in a directory, as `learn()` begins.
-
-    Raises:
-        RunDirectoryError: the run is longer than this `learn()`, or the model has learned something else since.
-    """
+    """Refuse, as `learn()` begins, a model that does not continue the run in a directory."""
     if checkpoint is None:
         return
     content = checkpoint.content["model"]
@@ -219,11 +215,7 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
 
 
 def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder | None) -> bool:
-    """Return whether a model is another one than a callback has scored, and no copy of it, as `load` returns.
-
-    Raises:
-        WhenceError: it is, and a run or the state of a rule is of the model that was scored.
-    """
+    """Return whether a model is another than was scored; refuse it if a run, or a rule's state, is the other's."""
     if model is scored or has_tensors(model, named_tensors(scored.policy)):
         return False
     if recorder is not None or hasattr(rule, "load_state_dict"):

@@ -318,11 +318,7 @@ def _null(numbers: NDArray[np.int64]) -> Any:
 
 
 def keep_known_parts(space: gym.Space[Any], actions: gym.Space[Any]) -> gym.Space[Any]:
-    """Return the part of an observation space that a run can hold: all, or a Dict without its texts, say.
-
-    Raises:
-        Unsupported: none of it, or the actions, can be held; the message names the space.
-    """
+    """Return the part of an observation space that a run can hold; refuse spaces of which it can hold nothing."""
     for what, one in (("observations", space), ("actions", actions)):
         if describe_space(one) is None or (one is actions and isinstance(one, gym.spaces.Dict)):
             raise Unsupported(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -60,12 +61,8 @@ def configure(
     if "policy" not in base | changes:
         config = replace(config, policy=default_policy(space))
     config = replace(config, policy_kwargs=default_policy_kwargs(config.policy, config.policy_kwargs, space))
-    with preserve_rng_state():  # PPO seeds the generators
-        model_env = make_training_env(replace(config, n_envs=1))
-        try:
-            model = make_model(config, model_env)
-        finally:
-            model_env.close()
+    with preserve_rng_state(), closing(make_training_env(replace(config, n_envs=1))) as model_env:
+        model = make_model(config, model_env)  # which seeds the generators
     if getattr(config.rule(), "needs_discrete", False):  # It compares the actions of a state, so that states recur.
         parts = list(space.values()) if isinstance(space, spaces.Dict) else [space]
         is_continuous = any(np.issubdtype(part.dtype, np.floating) for part in parts)

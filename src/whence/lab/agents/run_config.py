@@ -115,9 +115,5 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of which `to_json` returned these values.
-
-        Raises:
-            WhenceError: a field is missing, unknown, or has a value that no run has.
-        """
+        """Return the configuration of which `to_json` returned these values; refuse values that no run has."""
         return read_table(cls, "A run", read_numbers(values))

@@ -61,11 +61,7 @@ def check(config: LanguageConfig) -> None:
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:
-    """Tell whether a directory holds this run, with all rounds and its trained model.
-
-    Raises:
-        RunDirectoryError: it holds another run, with finished rounds.
-    """
+    """Tell whether a directory holds this run, with all rounds and its trained model; refuse another run."""
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
@@ -300,8 +296,7 @@ def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]
     return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
 
-_SAMPLE = 16
-"""Prompts that are answered at each evaluation."""
+_SAMPLE = 16  # prompts that are answered at each evaluation
 
 
 def choose_sample_prompts(task: Task) -> Any:

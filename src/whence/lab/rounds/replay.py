@@ -334,11 +334,7 @@ def check_finite(params: Float[Tensor, "*trainings p"], round: SteppedRound) -> 
 
 
 def check_target(target: Target, round: SteppedRound) -> Target:
-    """Return a target that can be measured on the records of a round.
-
-    Raises:
-        WhenceError: it is no target, or does not return a scalar tensor.
-    """
+    """Return a target that can be measured on a round's records; refuse one that returns no scalar tensor."""
     target = as_target(target)
     params = {name: p.detach().requires_grad_() for name, p in round.unflatten(round.start.params).items()}
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
@@ -347,11 +343,7 @@ def check_target(target: Target, round: SteppedRound) -> Target:
 
 
 def target_gradient(round: SteppedRound, params: Float[Tensor, " p"], target: Target) -> Float[Tensor, " p"]:
-    """Return the gradient of a target at some parameters; 0 for parameters that the target does not depend on.
-
-    Raises:
-        WhenceError: the target depends on no parameter.
-    """
+    """Return a target's gradient, 0 in parameters that it does not depend on; refuse one that depends on none."""
     free = {name: p.detach().requires_grad_() for name, p in round.unflatten(params).items()}
     gradient = differentiate(target(round.view, free, round.records), free)
     if not gradient:

@@ -87,12 +87,7 @@ def context_length(model: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Tokenized prompts, with further columns of their data set.
-
-    Attributes:
-        ids: token ids of each prompt.
-        columns: the data set's other columns that rewards ask for, by name.
-    """
+    """Tokenized prompts: the token ids of each, and the data set's other columns that rewards ask for, by name."""
 
     ids: Sequence[Sequence[int]]
     columns: Columns = field(default_factory=dict)

@@ -276,8 +276,7 @@ def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Opt
     return optimizer.register_step_pre_hook(remove)
 
 
-_SAME_RATIO = 1e-5
-"""Ratios of probabilities that differ from 1 by no more are of one policy."""
+_SAME_RATIO = 1e-5  # ratios of probabilities that differ from 1 by no more are of one policy
 
 _COLUMNS = ("log_probs", "entropies", "last", "sampler")
 

@@ -190,11 +190,7 @@ def select_options(create: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_parts(parts: Sequence[Part], **options: Any) -> gym.Env[Any, Any]:
-    """Make an environment from the parts that `describe_parts` returned, with the options that it takes.
-
-    Raises:
-        ReplayError: a part cannot be made again; the message names it.
-    """
+    """Make an environment from what `describe_parts` returned, with the options it takes; else a `ReplayError`."""
     env: Any = None
     for part in parts:
         name = part["class"].rpartition(":")[2]

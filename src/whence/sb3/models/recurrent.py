@@ -77,11 +77,7 @@ def add_history(records: RecordBatch, states: Mapping[str, Tensor]) -> RecordBat
 
 
 def prepare_sequences(records: RecordBatch) -> dict[str, Tensor]:
-    """Return the inputs of a recurrent policy that stand for the records' observations.
-
-    Raises:
-        InvalidRecords: the records have no history, or are not in it.
-    """
+    """Return a recurrent policy's inputs in place of observations; refuse records that are in no history."""
     history, ids = records.history, records.ids.cpu()
     if history is None:
         raise InvalidRecords(

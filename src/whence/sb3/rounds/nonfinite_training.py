@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
+from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state, replace_attribute
 from whence.sb3.models.building import preserve_model
 from whence.sb3.rounds.environment_steps import list_normalisers
-from whence.sb3.rounds.sampling import replace_samples
 from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 
 log = logging.getLogger("whence")
@@ -121,7 +120,8 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
     last_first = [param for param in policy.parameters() if param.requires_grad][::-1]
     hook = policy.optimizer.register_step_pre_hook(check)
     try:
-        with replace_samples(buffer, note_samples), raise_if_refused("training", "Lower the learning rate."):
+        noting = replace_attribute(buffer, "_get_samples", note_samples)
+        with noting, raise_if_refused("training", "Lower the learning rate."):
             yield
     finally:
         hook.remove()

@@ -128,7 +128,7 @@ class Recording:
         self._episodes = EpisodeCounter(episode)
 
     def start(self, observation: Any, states: States, reset: NDArray[np.bool_] | None = None) -> None:
-        """Begin episodes in the environments that were reset, (n,), None: all; `observation` is of all environments."""
+        """Begin episodes in the environments that were `reset`, (n,), None: all; `observation` is of all of them."""
         starts = self._starts.get(len(self._rows), np.zeros(self._count, bool))
         for env in np.flatnonzero(starts):  # reset twice, without a step
             if env in states and self._states[env]:

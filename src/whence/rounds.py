@@ -21,6 +21,7 @@ from whence.core import (
     check_one_per_record,
     eval_mode,
     first_line,
+    named_tensors,
     preserve_rng_state,
 )
 from whence.runs import CHANGED, load_tree, save_tree
@@ -136,11 +137,7 @@ class RoundRecording:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            RunDirectoryError: the file is missing, or this version cannot read it.
-        """
+        """Read what `save` wrote; a `RunDirectoryError` if it is missing, or this version cannot read it."""
         if not Path(path).exists():
             raise RunDirectoryError(
                 f"{path} is not there. Record rounds with InfluenceCallback(recordings=[5, 20]) or whence train "
@@ -178,7 +175,7 @@ def check_policy(view: PolicyView, trainable: Mapping[str, Tensor], recording: R
 
     A tensor that is not among the `trainable` parameters has to have the recorded value.
     """
-    tensors = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
+    tensors = named_tensors(view)
     if differing := sorted(tensors.keys() ^ recording.start.keys()):
         raise WhenceError(f"The recording is of another policy: only one of the two has `{differing[0]}`.")
     for name, tensor in tensors.items():

@@ -13,9 +13,8 @@ def t_interval(values: Sequence[float]) -> dict[str, float | None]:
     """
     if len(values) < 2:
         return {"mean": float(np.mean(values)) if len(values) else None, "low": None, "high": None}
-    return interval_from_error(
-        float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))), len(values) - 1
-    )
+    error = float(np.std(values, ddof=1) / np.sqrt(len(values)))
+    return interval_from_error(float(np.mean(values)), error, len(values) - 1)
 
 
 def prediction_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -26,13 +25,7 @@ def prediction_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: float) -> dict[str, float | None]:
-    """Return `mean` and the ends of its interval as "mean", "low" and "high".
-
-    Args:
-        mean: the estimate.
-        standard_error: the estimate's standard error, at least 0.
-        degrees_of_freedom: may be fractional.
-    """
+    """Return `mean` and the ends of its interval as "mean", "low" and "high"; degrees of freedom may be fractional."""
     # scipy's own `interval` is NaN if the standard error is 0.
     half_width = float(scipy.stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
     return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
@@ -45,12 +38,7 @@ def share_interval(count: int, of: int) -> tuple[float, float]:
 
 
 def share_difference(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
-    """Return the ends of the 95% interval of the first share less the second (Newcombe 1998, method 10).
-
-    Args:
-        first: the count, and of how many.
-        second: the same.
-    """
+    """Return the ends of the 95% interval of the first share less the second (Newcombe 1998, method 10)."""
     share, other = (count / of for count, of in (first, second))
     (low, high), (other_low, other_high) = share_interval(*first), share_interval(*second)
     below, above = np.hypot(share - low, other_high - other), np.hypot(high - share, other - other_low)

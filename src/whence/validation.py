@@ -78,11 +78,7 @@ def settings(what: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def read_table(kind: type[_T], what: str, values: Any) -> _T:
-    """Return the settings that a table holds.
-
-    Raises:
-        WhenceError: it is no table, or a value is missing, unknown or refused.
-    """
+    """Return the settings that a table holds; a `WhenceError` if a value is missing, unknown or refused."""
     if not isinstance(values, Mapping):
         raise WhenceError(f"{what} is {reprlib.repr(values)}; a table of settings is needed.")
     return kind(**values)

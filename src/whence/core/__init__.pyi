@@ -30,6 +30,7 @@ from .guards import preserve_attributes as preserve_attributes
 from .guards import preserve_buffers as preserve_buffers
 from .guards import preserve_rng_state as preserve_rng_state
 from .guards import read_rng_state as read_rng_state
+from .guards import replace_attribute as replace_attribute
 from .guards import train_mode as train_mode
 from .objectives import A2C as A2C
 from .objectives import Objective as Objective

@@ -57,11 +57,7 @@ class RunDirectoryError(WhenceError):
 def explain_damage(path: Path, kind: str, package: str, remedy: str) -> Iterator[None]:
     """Raise a `WhenceError` in place of whatever reading a damaged file may raise, or a package that is missing.
 
-    Args:
-        path: the file.
-        kind: what it is read as.
-        package: what reads it, as pip calls it.
-        remedy: a sentence of what to do.
+    `kind` is what the file is read as, `package` what reads it, as pip calls it, and `remedy` a sentence of what to do.
     """
     try:
         yield
@@ -82,10 +78,7 @@ def check_flag(name: str, value: object) -> None:
 def suggest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """Return ' Did you mean ...?' with at most three known names, those most similar to `name`.
 
-    Args:
-        name: the unknown name.
-        known: the known names.
-        otherwise: returned if no known name is similar; None: a list of the known names, in alphabetical order.
+    If none is similar, it is `otherwise`; or if that is None, a list of the known names, in alphabetical order.
     """
     names = sorted(known)
     by_lower = {known_name.lower(): known_name for known_name in names}
@@ -99,16 +92,7 @@ def suggest(name: str, known: Iterable[str], *, otherwise: str | None = None) ->
 
 
 def require_names(package: str, thing: object, names: Iterable[str]) -> None:
-    """Refuse a library of which an object lacks a name that whence relies on, before anything is trained.
-
-    Args:
-        package: the library's package, whose release the error names.
-        thing: an object of the library's.
-        names: attributes and methods that it needs.
-
-    Raises:
-        Unsupported: it lacks one.
-    """
+    """Refuse, as `Unsupported`, a release of a package of which an object lacks names that whence relies on."""
     if missing := [name for name in names if not hasattr(thing, name)]:
         raise Unsupported(
             f"{package} {version(package)} has no `{missing[0]}`, which whence needs. Install an earlier release of "

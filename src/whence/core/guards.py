@@ -92,6 +92,19 @@ def train_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def replace_attribute(thing: object, name: str, value: object) -> Iterator[None]:
+    """Let an object have another attribute, or a method of its own, inside; replacements may be nested."""
+    attributes = vars(thing)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]  # so that the class's is in effect again, if there was no other
+        attributes.update(before)
+
+
+@contextmanager
 def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore modules' attributes on exit, such as a distribution that a forward pass stores.
 

@@ -161,11 +161,7 @@ class A2C(_ActorCritic):
 
 
 def as_objective(objective: Objective | Callable[[Outputs, RecordBatch], Tensor] | None) -> Objective:
-    """Return `objective` as an `Objective`: a plain function is wrapped, None becomes `PPOClip()`.
-
-    Raises:
-        WhenceError: it is a class, or cannot be called.
-    """
+    """Return an `Objective`: a plain function is wrapped, None becomes `PPOClip()`, and anything else is refused."""
     if objective is None:
         return PPOClip()
     if isinstance(objective, type) or not callable(objective):

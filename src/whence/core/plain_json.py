@@ -104,17 +104,15 @@ def describe(value: Any) -> Any:
         return {"call": describe(value.func), "args": describe(value.args), "kwargs": describe(value.keywords)}
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if hasattr(value, "tolist") and not isinstance(
-        value, np.longdouble | np.clongdouble
-    ):  # arrays, tensors, and their numbers
+    is_wide = isinstance(value, np.longdouble | np.clongdouble)
+    if hasattr(value, "tolist") and not is_wide:  # arrays, tensors, and their numbers
         return describe(value.tolist())
     if is_dataclass(value):
         return {one.name: describe(getattr(value, one.name)) for one in fields(value)}
     return strip_addresses(repr(value))
 
 
-_LONGEST = 200
-"""Characters of a part's setting that its description holds in full."""
+_LONGEST = 200  # characters of a part's setting that its description holds in full
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:

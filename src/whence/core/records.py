@@ -31,11 +31,7 @@ UNKNOWN = -1  # stands for an unknown number in integer columns; null in tables
 
 
 def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-    """Return a column of a policy's outputs, called `name`, if it holds one number per record, shape (n,).
-
-    Raises:
-        InvalidRecords: it holds several numbers per record.
-    """
+    """Return a column of a policy's outputs, called `name`, of shape (n,); several numbers per record are refused."""
     if column.ndim != 1:
         raise InvalidRecords(
             f"The policy view returned `{name}` of shape {tuple(column.shape)} for {len(column)} records; one number "
@@ -46,11 +42,7 @@ def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Ten
 
 
 def check_records(records: object) -> None:
-    """Refuse anything but a `RecordBatch`, and say how to make one.
-
-    Raises:
-        InvalidRecords: it is none.
-    """
+    """Refuse anything but a `RecordBatch`, with an `InvalidRecords` that says how to make one."""
     if not isinstance(records, RecordBatch):
         raise InvalidRecords(
             f"records is a {type(records).__name__}; a RecordBatch is needed: whence.RecordBatch(observations=..., "
@@ -343,16 +335,13 @@ def _check_lengths(batch: RecordBatch) -> None:
         raise InvalidRecords(
             f"log_probs came with shape {tuple(batch.log_probs.shape)}; at least one record is needed."
         )
-    for name in _COLUMNS:
-        if (column := getattr(batch, name)) is None:
-            continue
-        for leaf, tensor in named_leaves(column, name):
-            is_single = name in (*_FLOATING, *_INTEGER, "episode_starts")
-            if tensor.shape[:1] != (n,) or (is_single and tensor.ndim != 1):
-                raise InvalidRecords(
-                    f"`{leaf}` has shape {tuple(tensor.shape)}, but log_probs holds {n} records: shape ({n},"
-                    f"{'' if is_single else ' ...'}) is needed. Flatten (steps, environments) columns before."
-                )
+    for name, tensor in named_leaves(batch.columns):
+        is_single = name in (*_FLOATING, *_INTEGER, "episode_starts")
+        if tensor.shape[:1] != (n,) or (is_single and tensor.ndim != 1):
+            raise InvalidRecords(
+                f"`{name}` has shape {tuple(tensor.shape)}, but log_probs holds {n} records: shape ({n},"
+                f"{'' if is_single else ' ...'}) is needed. Flatten (steps, environments) columns before."
+            )
 
 
 def _check_ids(ids: Tensor) -> None:
@@ -365,19 +354,17 @@ def _check_ids(ids: Tensor) -> None:
 
 
 def _check_finite(batch: RecordBatch, names: Sequence[str]) -> None:
-    for name in names:
-        if (column := getattr(batch, name)) is None:
+    columns = batch.columns
+    for name, tensor in named_leaves({name: columns[name] for name in names if name in columns}):
+        if not tensor.is_floating_point() or torch.isfinite(tensor).all():
             continue
-        for leaf, tensor in named_leaves(column, name):
-            if not tensor.is_floating_point() or torch.isfinite(tensor).all():
-                continue
-            bad = ~torch.isfinite(tensor).reshape(len(batch), -1).all(dim=1)
-            first = int(bad.nonzero()[0])
-            value = tensor[first].reshape(-1)
-            raise NonFinite(
-                f"`{leaf}` is {float(value[~torch.isfinite(value)][0])} at record {int(batch.ids[first])} "
-                f"({int(bad.sum())} of {len(batch)} records are not finite). Scores of such records mean "
-                "nothing: find where the value arises (reward, observation or a diverged policy), or leave "
-                "the records out with `records.take(mask)`.",
-                record_ids=batch.ids[bad].tolist(),
-            )
+        bad = ~torch.isfinite(tensor).reshape(len(batch), -1).all(dim=1)
+        first = int(bad.nonzero()[0])
+        value = tensor[first].reshape(-1)
+        raise NonFinite(
+            f"`{name}` is {float(value[~torch.isfinite(value)][0])} at record {int(batch.ids[first])} "
+            f"({int(bad.sum())} of {len(batch)} records are not finite). Scores of such records mean nothing: find "
+            "where the value arises (reward, observation or a diverged policy), or leave the records out with "
+            "`records.take(mask)`.",
+            record_ids=batch.ids[bad].tolist(),
+        )

@@ -337,11 +337,7 @@ def _check_actions(space: Any, actions: Tensor) -> None:
 
 
 def as_target(target: Target) -> Target:
-    """Return `target` if it can be called.
-
-    Raises:
-        WhenceError: it is a class, or cannot be called.
-    """
+    """Return `target` if it can be called, and is no class; else raise a `WhenceError`."""
     if isinstance(target, type) or not callable(target):
         raise WhenceError(
             f"target is {target!r}; pass whence.Return(), whence.Action(observation, action) or a function "

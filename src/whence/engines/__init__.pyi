@@ -12,6 +12,7 @@ from .parameters import add_masks as add_masks
 from .parameters import is_in_shards as is_in_shards
 from .parameters import release_whole as release_whole
 from .parameters import whole_shape as whole_shape
+from .per_record import differentiate as differentiate
 from .per_record import record_gradient as record_gradient
 from .probing import Along as Along
 from .probing import Precision as Precision

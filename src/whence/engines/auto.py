@@ -66,14 +66,13 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
         return _run_checked(problem, engine, memory), engine, "asked for"
     if engine != "auto":  # the loop, or a user's, which may approximate
         return run_engine(problem, ENGINES[engine], memory), engine, "asked for"
-    reasons = []
+    reasons = list[str]()
     for name in ("ghost", "forward", "vmap"):
         try:
             products = _run_checked(problem, name, memory)
+            return products, name, " ".join(reasons) or "every trainable layer has a ghost rule"
         except Refused as refusal:
             reasons.append(f"{name}: {refusal}")
-        else:
-            return products, name, " ".join(reasons) or "every trainable layer has a ghost rule"
     _warn_of_loop(" ".join(reasons))
     return run_engine(problem, loop, memory), "loop", " ".join(reasons)
 

@@ -41,17 +41,9 @@ def subtract_own_parts(
 ) -> Float[Tensor, "targets n"]:
     """Return the products with means over the other units than each record's own; 0 where there are none.
 
-    A mean over the others is `(total mean - own part) / (total - own weight)`, of the weights of all records.
-
-    Args:
-        problem: the problem of a process's records, whose targets are each a `MeanTarget`.
-        products: the products with the means over all records.
-        units: the unit of each record, from 0.
-        engine: the engine that solved the problem, by name.
-        memory: see `solve`.
-
-    Raises:
-        Unsupported: processes hold the parameters in shards.
+    A mean over the others is `(total mean - own part) / (total - own weight)`, of the weights of all records. The
+    targets are each a `MeanTarget`, and units are numbers from 0. Where processes hold the parameters in shards it is
+    `Unsupported`.
     """
     if is_in_shards(problem.parameters.values()):
         raise Unsupported(
@@ -99,11 +91,7 @@ def _solve_own_parts(
 
 
 def _solve_record_by_record(problem: Problem) -> Float[Tensor, "targets n"]:
-    """Return each record's product with the gradient of its own value of each target, as an engine does.
-
-    Raises:
-        Refused: a layer has no rule, or a parameter belongs to no layer.
-    """
+    """Return each record's product with the gradient of its own value of each target, as an engine does."""
     layers, columns = covered_layers(problem.modules, problem.parameters), []
     for part in problem.parts():
         tape = record_pass(part, layers)

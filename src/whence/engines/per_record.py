@@ -61,8 +61,9 @@ def vmap(problem: Problem) -> Float[Tensor, "targets n"]:
 
 def _compute_products(problem: Problem, gradients: list[Gradient]) -> Tensor:
     def value(params: Params, inputs: Tree, columns: dict[str, Tree]) -> Tensor:
-        record = problem.prepared.with_columns(map_tree(_add_record_axis, columns))
-        alone = replace(problem, records=record, prepared=record, known_inputs=map_tree(_add_record_axis, inputs))
+        columns, inputs = (map_tree(lambda tensor: tensor[None], tree) for tree in (columns, inputs))
+        record = problem.prepared.with_columns(columns)
+        alone = replace(problem, records=record, prepared=record, known_inputs=inputs)
         return alone.objective_values(alone.outputs(params)).sum()
 
     params = {name: parameter.detach() for name, parameter in problem.params.items()}
@@ -74,7 +75,3 @@ def _compute_products(problem: Problem, gradients: list[Gradient]) -> Tensor:
     with torch.no_grad():
         products = [[rows[name] @ part.flatten() for name, part in gradient.items()] for gradient in gradients]
         return torch.stack([torch.stack(each).sum(0) for each in products])
-
-
-def _add_record_axis(tensor: Tensor) -> Tensor:
-    return tensor[None]

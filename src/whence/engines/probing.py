@@ -25,11 +25,7 @@ _SMALLEST_SHARE = 1e-3
 
 
 def check_mixing(problem: Problem) -> None:
-    """Refuse a policy whose outputs for a record depend on the records that are evaluated with it.
-
-    Raises:
-        Unsupported: it does; the message says which output, and by how much.
-    """
+    """Refuse, as `Unsupported`, a policy whose outputs for a record depend on the records evaluated with it."""
     modes = tuple(module.training for module in problem.modules.values())
     notes, key = notes_on(problem.view), (check_mixing, modes, kind_of(problem))
     if len(problem.records) == 1 or key in notes:

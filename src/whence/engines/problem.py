@@ -272,11 +272,7 @@ def add_gradients(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:
 
 
 def complete_gradient(problem: Problem, gradient: Gradient, target: object) -> Gradient:
-    """Return a target's gradient, of which this is the process's part, summed over all processes.
-
-    Raises:
-        WhenceError: the target depends on no parameter.
-    """
+    """Return a target's gradient, summed over all processes; a `WhenceError` if it depends on no parameter."""
     # A process may have no part of a summed target; its gradient is empty then.
     if not gradient and (problem.summed is None or not isinstance(target, SummedTarget)):
         raise WhenceError(

@@ -69,9 +69,8 @@ def sharded(problem: Problem) -> Float[Tensor, "targets n"]:
 def _confirm_axes(problem: Problem, layers: list[Layer]) -> None:
     """Refuse a layer whose first axis has the records' length by chance; in every process by the same passes."""
     for count in (1, 2):
-        twice = replace(problem, records=problem.records.take(torch.zeros(count, dtype=torch.long)))
-        twice = replace(twice, prepared=problem.prepared.take(torch.zeros(count, dtype=torch.long)), known_inputs=None)
-        tape = record_pass(twice, layers)
+        records, prepared = (each.take(torch.zeros(count).long()) for each in (problem.records, problem.prepared))
+        tape = record_pass(replace(problem, records=records, prepared=prepared, known_inputs=None), layers)
         _pull(tape, Seeds(torch.zeros_like(tape.outputs.log_prob)))
 
 

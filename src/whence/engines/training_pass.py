@@ -23,10 +23,7 @@ from whence.engines.tape import Call, Layer, check_uses, record_call
 class TrainingPass:
     """A pass of training whose backward pass waits for a selection; `record_training_pass` makes one.
 
-    Args:
-        layers: the layers that hold the parameters.
-        parameters: the parameters that train, by name.
-        rows: n, the rows of the pass, on the first axis of each layer's input and output.
+    The layers hold the parameters that train, by name; n rows are on the first axis of each layer's input and output.
     """
 
     def __init__(self, layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int) -> None:

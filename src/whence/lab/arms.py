@@ -117,11 +117,7 @@ CONTROL = "random-"
 
 
 def find_arm(name: str, arms: Mapping[str, Arm] = ARMS) -> Arm:
-    """Return an arm by its name, or the control of one.
-
-    Raises:
-        WhenceError: there is none of this name.
-    """
+    """Return an arm by its name, or the control of one; a `WhenceError` if there is none."""
     if name in arms:
         return arms[name]
     if (controlled := name.removeprefix(CONTROL)) == name or controlled not in arms:

@@ -56,8 +56,9 @@ def start_jobs(
 ) -> Iterator[Iterator[tuple[int, str | None]]]:
     """Yield an iterator that runs jobs, in processes or on a Ray cluster; what is under way at the end is broken off.
 
-    No job is touched before the iterator's first item, so that a caller may make room for them once there is a cluster.
-    Processes of this machine are those of `run_all`.
+    It yields places in `jobs`, each with None or a sentence that says what went wrong. No job is touched before its
+    first item, so that a caller may make room for them once there is a cluster; a finished run is left as it is.
+    `workers` are runs at a time; None: as many as there is room for. Processes of this machine are those of `run_all`.
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names; otherwise Ray is started on
     this machine, and ended afterwards. A run has a process of its own with one torch thread, and a GPU if its device is
@@ -65,18 +66,6 @@ def start_jobs(
     waits for a node that has one, and a warning says so. A run trains in a temporary directory of its node. Its files
     come home once a minute and at its end, so that a run whose node is lost goes on where the last copy was made, and
     so does one that the caller broke off.
-
-    Args:
-        jobs: what to run; a finished run is left as it is.
-        workers: runs at a time; None: as many as there is room for.
-        on: "local" or "ray".
-        on_round: called with a job's place and the number of its rounds that are done.
-
-    Yields:
-        An iterator of places in `jobs`, each with None or a sentence that says what went wrong.
-
-    Raises:
-        WhenceError: there is no such cluster.
     """
     if on == "local":
         with closing(run_all(jobs, workers, on_round)) as ends:

@@ -168,11 +168,7 @@ def compare(
 
 
 def load_comparison(path: Path, *, trust: bool = False) -> Comparison:
-    """Read a finished comparison: its runs, as `comparison.json` lists them, and `summary.json`; with `trust` in them.
-
-    Raises:
-        WhenceError: there is none, or a file is damaged.
-    """
+    """Read a finished comparison, with `trust` in its runs; a `WhenceError` if there is none, or it is damaged."""
     file = path / "comparison.json"
     try:
         configs = [read_config(config) for config in json.loads(require_file(file).read_text(encoding="utf-8"))]

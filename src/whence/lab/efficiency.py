@@ -72,10 +72,8 @@ def read_timings(run: RunDirectory, rounds: int) -> pl.DataFrame:
 def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarray, " rounds"]) -> Curve:
     """Return a run's learning curve; between evaluations it repeats the last one, and reaches no level.
 
-    Args:
-        rounds: number of the run's rounds.
-        evaluations: a row for each evaluation, with "round", "test_return" and "standard_error", in order.
-        seconds: (rounds,) seconds of each round.
+    `evaluations` has a row for each, with "round", "test_return" and "standard_error", in order; seconds are of each
+    round.
     """
     evaluated = evaluations["round"].to_numpy()
     last = np.searchsorted(evaluated, np.arange(rounds + 1), side="right") - 1

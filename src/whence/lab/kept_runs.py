@@ -59,11 +59,7 @@ Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
 
 
 def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
-    """Return the runs of a sweep that are kept already.
-
-    Raises:
-        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file is damaged.
-    """
+    """Return the runs of a sweep that are kept already; refuse those in whose place others are kept."""
     kept_runs = read_runs(out)
     finished = []
     for planned in runs:
@@ -116,11 +112,7 @@ def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:
 
 
 def read_runs(out: Path) -> dict[tuple[Any, ...], KeptRun]:
-    """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
-
-    Raises:
-        RunDirectoryError: a row is missing, or is none of a whole run.
-    """
+    """Return a sweep's finished runs by experiment, label and seed; none without a file. Parts of runs are refused."""
     results, timings = (read_rows(out / f"{name}.parquet", KEYS) for name in ("curves", "timings"))
     runs: dict[Any, KeptRun] = {}
     for key, row in results.items():
@@ -191,12 +183,7 @@ def summarise_sweep(results: Results) -> dict[str, Any]:
 def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return a file's rows by the values of some of their names, in their order; none if there is no such file.
 
-    Args:
-        path: the file.
-        keys: names whose values are texts or whole numbers, and together belong to one row alone.
-
-    Raises:
-        RunDirectoryError: the file cannot be read, or has other keys.
+    Values of `keys` are texts or whole numbers, and together belong to one row. Other files are a `RunDirectoryError`.
     """
     if not path.exists():
         return {}
@@ -214,11 +201,8 @@ def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str
 def put_row(path: Path, row: Row, keys: Sequence[str]) -> None:
     """Put a row, whose values are as JSON has them, into a file, in place of the one with the same keys.
 
-    The file is replaced whole, so that a reader sees all of the old one or all of the new one. Whoever writes holds
-    the lock of the directory, since the last of two writers would undo what the first has put.
-
-    Raises:
-        RunDirectoryError: see `read_rows`.
+    The file is replaced whole, so that a reader sees all of the old one or all of the new one. Whoever writes holds the
+    lock of the directory, since the last of two writers would undo what the first has put.
     """
     by_key: dict[tuple[Any, ...], Row] = {**read_rows(path, keys)}
     by_key[tuple(row[name] for name in keys)] = row

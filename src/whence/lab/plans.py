@@ -20,11 +20,7 @@ AnyConfig: TypeAlias = RunConfig | LanguageConfig
 
 
 def read_config(values: Any) -> AnyConfig:
-    """Return the configuration that its `to_json` returned.
-
-    Raises:
-        WhenceError: the values are no configuration's.
-    """
+    """Return the configuration that its `to_json` returned; a `WhenceError` if the values are none's."""
     is_agent = isinstance(values, Mapping) and "env" in values
     return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, named_leaves, to_numpy
 from whence.scores import Influence
 from whence.selection import DEFAULT_SHARE, Progress, Selection
-from whence.selection.random_drop import drop_at_random
-from whence.selection.score_rules import ScoreRule
+from whence.selection.score_rules import ScoreRule, drop_at_random
 from whence.selection.selections import START, CheckedRule, Share, drop_units
 
 Array = NDArray[np.float64]
@@ -129,13 +128,8 @@ def has_single_actions(records: RecordBatch) -> bool:
 def number_visits(records: RecordBatch, name: str) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
     """Return each record's discounted return to go, its state and its action (LDA §C.4; v2 §B.4), (n,) each.
 
-    Args:
-        records: a rollout, with its rewards, values, episode starts, environments and gamma; observations with equal
-            bytes are one state.
-        name: what needs the columns, for errors.
-
-    Raises:
-        InvalidRecords: a column is missing, or an action is not a single integer.
+    Observations with equal bytes are one state. An `InvalidRecords` says that `name` needs a column that is missing, or
+    actions that are single integers.
     """
     names = "rewards", "values", "episode_starts", "env_index", "gamma"
     order, starts, envs = _read_episodes(name, records, names)
@@ -152,11 +146,7 @@ def number_visits(records: RecordBatch, name: str) -> tuple[Array, NDArray[np.in
 
 
 def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
-    """Return the records' TD errors, (n,); see `td_errors`.
-
-    Raises:
-        InvalidRecords: a column is missing, or gamma or GAE's lambda.
-    """
+    """Return the records' TD errors, (n,), see `td_errors`; an `InvalidRecords` if a column is missing."""
     names = "episode_starts", "env_index", "gamma", "gae_lambda"
     order, starts, envs = _read_episodes("A TD error", records, names)
     assert records.gamma is not None
@@ -193,11 +183,9 @@ def _read_episodes(
     """
     if missing := [name for name in names if getattr(records, name) is None]:
         raise InvalidRecords(f"{what} needs {', '.join(missing)}, which these records lack: pass them to RecordBatch.")
-    starts, envs = records.episode_starts, records.env_index
-    assert starts is not None
-    assert envs is not None
-    order = np.argsort(envs.cpu().numpy(), kind="stable")
-    return order, starts.cpu().numpy()[order], envs.cpu().numpy()[order]
+    starts, envs = (getattr(records, name).cpu().numpy() for name in ("episode_starts", "env_index"))
+    order = np.argsort(envs, kind="stable")
+    return order, starts[order], envs[order]
 
 
 def continues(starts: NDArray[np.bool_], env_index: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -218,14 +206,8 @@ def td_errors(
     """Return the TD errors, (n,), from which generalised advantage estimates were computed (LDA §C.5; v2 §B.5).
 
     `delta_t = A_t - gamma lambda (1 - e_{t+1}) A_{t+1}`, with `e_{t+1}` whether record t + 1 begins an episode; the
-    last record of an environment has `delta = A`.
-
-    Args:
-        advantages: (n,) GAE's estimates, not normalised.
-        starts: see `continues`.
-        env_index: see `continues`.
-        gamma: discount factor.
-        gae_lambda: GAE's lambda.
+    last record of an environment has `delta = A`. Advantages are GAE's, not normalised; of the order of records see
+    `continues`.
     """
     following = np.append(advantages[1:], 0.0)
     return advantages - gamma * gae_lambda * np.where(continues(starts, env_index), following, 0.0)
@@ -243,14 +225,8 @@ def returns_to_go(
 
     The value function completes the return of an episode that the rollout cuts off: the last advantage of an
     environment is `r + gamma V(s') - V(s)`, with V(s') = 0 if the episode has ended, so adding V(s) gives its return.
-
-    Args:
-        rewards: (n,) rewards as SB3 stores them, with the bootstrap value at a time limit.
-        advantages: (n,) GAE's estimates, not normalised.
-        values: (n,) value estimates of the states.
-        starts: see `continues`.
-        env_index: see `continues`.
-        gamma: discount factor.
+    Rewards are as SB3 stores them, with the bootstrap value at a time limit. Advantages and order are as in
+    `td_errors`.
     """
     continued = continues(starts, env_index)
     last = np.append(env_index[1:] != env_index[:-1], True)
@@ -262,23 +238,12 @@ def returns_to_go(
 
 
 def monte_carlo_advantages(returns: Array, states: NDArray[np.int64], actions: NDArray[np.int64]) -> Array:
-    """Return, for each record, the mean return of its state and action minus that of its state (LDA §C.4; v2 §B.4).
-
-    Args:
-        returns: (n,) returns, see `returns_to_go`.
-        states: (n,) the number of the record's state.
-        actions: (n,) the number of the record's action.
-    """
+    """Return the mean return of each record's state and action minus that of its state, (n,) (LDA §C.4; v2 §B.4)."""
     return group_means(returns, number_pairs(states, actions)) - group_means(returns, states)
 
 
 def group_means(values: Array, groups: NDArray[np.int64]) -> Array:
-    """Return the mean of each record's group, (n,).
-
-    Args:
-        values: (n,) what the means are of.
-        groups: (n,) the number of the record's group, at least 0.
-    """
+    """Return the mean of the values in each record's group, (n,); groups are numbers from 0."""
     means: Array = np.bincount(groups, weights=values) / np.maximum(np.bincount(groups), 1)
     return means[groups]
 

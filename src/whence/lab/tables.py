@@ -207,13 +207,7 @@ KEY: Mapping[str, str] = {
 
 
 def write_tables(results: Results, summary: Mapping[str, Any], out: Path) -> str:
-    """Write `tables.md` and `summary.json` into a directory; return the Markdown.
-
-    Args:
-        results: from `load_sweep`.
-        summary: from `summarise_sweep`.
-        out: the directory.
-    """
+    """Write `tables.md` and `summary.json` of a sweep's results into a directory; return the Markdown."""
     key = "\n".join(f"- {term}: {meaning}" for term, meaning in KEY.items())
     sections = [_write_section(group, labels, summary.get(group)) for group, labels in results.items()]
     text = "\n\n".join([key, *sections]) + "\n"

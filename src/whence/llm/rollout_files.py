@@ -90,13 +90,8 @@ def _find_number(file: Path) -> int | None:
 def read_rows(file: Path, columns: Mapping[str, str], skipped: Counter[str]) -> Iterator[Row]:
     """Yield a file's rows as dicts of what `NAMES` lists, as far as it is there, and `reward.NAME` and `info.NAME`.
 
-    Args:
-        file: a file of `list_files`.
-        columns: see `whence.llm.rollout_scores.read_steps`.
-        skipped: counts rows that are left out, by the reason.
-
-    Raises:
-        WhenceError: the file cannot be read, or a row lacks something; the message names file and line.
+    Of `columns` see `read_steps`; `skipped` counts rows that are left out, by the reason. A `WhenceError` names file
+    and line of a row that lacks something.
     """
     before: set[Any] = set()
     for place, line in _read_lines(file, skipped):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, decode, encode, first_line, flush_to_disk, parse_document
@@ -19,20 +18,13 @@ from whence.runs.files import CHANGED, list_numbered, read_tensor_file, write_te
 
 FORMAT, VERSION = "whence-checkpoint", "2"
 
-_HIGH = 2 / 3
-"""Returns above this share of the way from the first to the best have not fallen."""
+_HIGH = 2 / 3  # returns above this share of the way from the first to the best have not fallen
 
 log = logging.getLogger("whence")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was read.
-
-    Attributes:
-        round: the round after which it was written.
-        content: what was saved.
-        path: its file.
-    """
+    """A checkpoint that was read: the round after which it was written, what was saved, and its file."""
 
     round: int
     content: Mapping[str, Any]
@@ -124,13 +116,9 @@ def save_checkpoint(
 def choose_checkpoints(numbers: Sequence[int], returns: Mapping[int, float], keep: int) -> set[int]:
     """Return the checkpoints that stay: the last `keep`, the best one, and the two around a fall of the return.
 
-    The policy of a checkpoint collects the round after it, whose return tells how good it is. The return falls after
-    the last checkpoint that is above two thirds of the way from the run's first return to the best.
-
-    Args:
-        numbers: the rounds after which there is a checkpoint, in order.
-        returns: the mean return by round, as far as known.
-        keep: the number of last ones.
+    The policy of a checkpoint collects the round after it, whose return tells how good it is; `returns` are those that
+    are known, by round. The return falls after the last checkpoint that is above two thirds of the way from the run's
+    first return to the best.
     """
     chosen, returns = {*numbers[-keep:]}, {number: each for number, each in returns.items() if math.isfinite(each)}
     qualities = {number: returns[number + 1] for number in numbers if number + 1 in returns}
@@ -192,20 +180,17 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
             # The layout in memory comes back, too: on images, convolutions round otherwise if channels lie otherwise.
             array = np.asarray(value)
             axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-            stored = _to_tensor(np.array(array.transpose(axes), order="C"))
+            stored = np.array(array.transpose(axes), order="C")
+            if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # which older versions of safetensors lack
+                stored = stored.view(f"i{array.dtype.itemsize}")
+            entry = _add(torch.from_numpy(stored), tensors)
             number = {} if isinstance(value, np.ndarray) else {"number": True}
-            return {"entry": _add(stored, tensors), "axes": axes, "dtype": array.dtype.name, **number}
+            return {"entry": entry, "axes": axes, "dtype": array.dtype.name, **number}
         if isinstance(value, bool | int | float | str) and type(value) is not float:
             raise TypeError(f"A checkpoint would not give back {value!r} as a {type(value).__name__}.")
         return None
 
     return encode(value, store)
-
-
-def _to_tensor(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor; unsigned numbers, which older versions of safetensors lack, as signed ones."""
-    is_unsigned = array.dtype.kind == "u" and array.dtype.itemsize > 1
-    return torch.from_numpy(array.view(f"i{array.dtype.itemsize}") if is_unsigned else array)
 
 
 def _add(tensor: Tensor, tensors: dict[str, Tensor]) -> str:

@@ -35,8 +35,7 @@ VERSION, OLDER = 3, 2
 SIGNATURE = ".signature"
 """The file of a run's signature, which is no part of what the run is."""
 
-_KEY_BYTES = 32
-"""The length of the key, and of what HMAC-SHA256 returns."""
+_KEY_BYTES = 32  # the length of the key, and of what HMAC-SHA256 returns
 
 _REFUSED: set[Path] = set()
 """Keys that could not be had, which is said once of each."""
@@ -47,11 +46,7 @@ Content: TypeAlias = Literal["run", "comparison", "sweep"]
 
 
 def check_config_file(path: Path) -> dict[str, Any]:
-    """Return the document of a config.json, of any version.
-
-    Raises:
-        RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
-    """
+    """Return the document of a config.json, of any version; a `RunDirectoryError` if it is none of whence's."""
     try:
         text = require_file(path).read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -71,11 +66,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a config.json: its objects `config`, `versions` and `notes`.
-
-    Raises:
-        RunDirectoryError: see `check_config_file`; or it is of another version.
-    """
+    """Read a config.json, of this version or the one before: its objects `config`, `versions` and `notes`."""
     document = check_config_file(path)
     parts, version = {name: document.get(name, {}) for name in ("config", "versions", "notes")}, document.get("version")
     if version not in (OLDER, VERSION) or not all(isinstance(part, dict) for part in parts.values()):
@@ -164,11 +155,7 @@ def find_content(path: Path) -> Content | None:
 
 
 def check_content(path: Path, content: Content) -> None:
-    """Refuse a directory that holds something else than what is to be written there.
-
-    Raises:
-        RunDirectoryError: names what the directory holds.
-    """
+    """Refuse, with a `RunDirectoryError`, a directory that holds something else than what is to be written."""
     if (other := find_content(path)) not in (content, None):
         raise RunDirectoryError(
             f"{path} holds a {other}, and a {content} needs a directory of its own. Choose a new or empty directory."

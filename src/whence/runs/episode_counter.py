@@ -5,8 +5,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-_EPISODES = 100
-"""Last episodes that a round's mean return is of, as in Stable-Baselines3."""
+_EPISODES = 100  # last episodes that a round's mean return is of, as in Stable-Baselines3
 
 
 class EpisodeCounter:

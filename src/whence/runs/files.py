@@ -55,12 +55,9 @@ VOCABULARY = "vocabulary.parquet"
 
 
 def check_links(path: Path) -> None:
-    """Refuse to write into a run directory of which a folder is a link that leads elsewhere.
+    """Refuse, with a `RunDirectoryError`, a run directory of which a folder is a link that leads elsewhere.
 
     whence deletes and replaces files in a run's folders; those of another directory are not a run's.
-
-    Raises:
-        RunDirectoryError: names the link and where it leads.
     """
     for folder in path.iterdir():
         if folder.is_symlink() and folder.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
@@ -76,11 +73,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a run directory, or one of its folders, into which the system will not let a round's files be written.
-
-    Raises:
-        RunDirectoryError: names the folder: it may not be written, is a file, or its path is too long.
-    """
+    """Refuse a run directory, or a folder in it, into which the system will not let a round's files be written."""
     for folder in (path, *(path / name for name in (*get_args(PerRound), *FOLDERS))):
         missing = () if folder.is_symlink() else (FileNotFoundError,)
         with explain_write_errors(folder), suppress(*missing):
@@ -191,11 +184,7 @@ def _find_checksum(path: str | Path) -> tuple[int, bytes, bytes] | None:
 
 
 def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the texts of a file's header and its tensors, by name.
-
-    Raises:
-        WhenceError: the file is not there, is damaged, or holds tensors that torch does not have; of the class `error`.
-    """
+    """Return the texts of a file's header and its tensors, by name; an `error` if it is missing or damaged."""
     try:
         if not _has_changed(path):
             with safe_open(path, framework="pt") as file:
@@ -299,11 +288,7 @@ def write_flag(run: str | Path, number: int, record: int, note: str | None) -> N
 
 
 def write_flags(run: str | Path, records: pl.DataFrame, note: str | None) -> None:
-    """Flag records, `round` and `record_id` of each, in place of their flags; the note None takes the flags away.
-
-    Raises:
-        RunDirectoryError: the directory cannot be written, or its flags cannot be read.
-    """
+    """Flag records, `round` and `record_id` of each, in place of their flags; the note None takes the flags away."""
     with _WRITING:
         flags = read_flags(run)
         added = records.select(pl.col("round", "record_id").cast(pl.Int64), note=pl.lit(note, pl.String))

@@ -17,8 +17,7 @@ log = logging.getLogger("whence")
 LOCK = ".lock"
 """The name of the file that the writer of a directory locks."""
 
-_LOOK = 0.2
-"""Seconds that a writer waits for a lock."""
+_LOOK = 0.2  # seconds that a writer waits for a lock
 
 _WITHOUT_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF
 """What file systems say that have no locks, such as those of clusters."""
@@ -57,11 +56,7 @@ def check_fork() -> None:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which is made if it is missing; a process that is killed loses it.
-
-    Raises:
-        RunDirectoryError: the lock is held already, or the directory cannot be written.
-    """
+    """Hold the lock of a directory, which is made if missing; a `RunDirectoryError` if another process holds it."""
     lock = _acquire(directory)
     try:
         yield
@@ -98,10 +93,7 @@ def _acquire(directory: Path) -> Lock:
 def lock_run(directory: Path) -> Lock:
     """Lock a run directory for its writer, which takes it over from an earlier writer of this process.
 
-    A cell of a notebook that was broken off does not stand in the way of its next execution.
-
-    Raises:
-        RunDirectoryError: see `lock_directory`.
+    A cell of a notebook that was broken off does not stand in the way of its next execution. See `lock_directory`.
     """
     check_fork()
     key = Path(os.path.realpath(directory))  # unlike resolve(), it leaves loops of links to what is refused below

@@ -134,17 +134,10 @@ class RunRecorder:
         wait: Callable[[], None] | None = None,
         **choice: Any,
     ) -> Checkpoint | None:
-        """Open the directory, and return the checkpoint to continue from, if there is one.
+        """Open the directory, and return the checkpoint to continue from, if there is one; see `RunDirectory.begin`.
 
-        Args:
-            config: the training's configuration.
-            versions: the versions of the libraries in use.
-            shared: see `RunDirectory.begin`.
-            wait: waits for the other processes; all have read by then what the first one may change.
-            choice: further arguments of `RunDirectory.find_start`.
-
-        Raises:
-            RunDirectoryError: see `RunDirectory.begin`.
+        `wait` waits for the other processes: all have read by then what the first one may change. `choice` are further
+        arguments of `RunDirectory.find_start`.
         """
         self._versions = dict(versions)
         if wait is not None:

@@ -41,15 +41,8 @@ def open_run(
 ) -> tuple[Checkpoint | None, ResetTracker]:
     """Open a run directory as `learn()` begins; return the checkpoint to continue from, if any, and a tracker.
 
-    Args:
-        recorder: the directory's recorder.
-        model: the model, whose environments have been reset.
-        settings: how records are scored and selected, in JSON types.
-        tracker: what followed the environments in an earlier `learn()`; None: this is the first.
-        overwrite: delete the run that the directory holds, and start anew.
-
-    Raises:
-        RunDirectoryError: see `RunDirectory.begin` and `check_continues`.
+    The model's environments have been reset. `tracker` is what followed them in an earlier `learn()`; None: this is the
+    first. See `RunDirectory.begin` and `check_continues` of what is refused.
     """
     # In a further learn(), the wrappers' attributes may have changed since they were described.
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
@@ -193,11 +186,7 @@ def restore_model(model: Any, content: Mapping[str, Any]) -> None:
 
 
 def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> None:
-    """Refuse a model that does not continue the run in a directory, as `learn()` begins.
-
-    Raises:
-        RunDirectoryError: the run is longer than this `learn()`, or the model has learned something else since.
-    """
+    """Refuse, as `learn()` begins, a model that does not continue the run in a directory."""
     if checkpoint is None:
         return
     content = checkpoint.content["model"]
@@ -226,11 +215,7 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
 
 
 def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder | None) -> bool:
-    """Return whether a model is another one than a callback has scored, and no copy of it, as `load` returns.
-
-    Raises:
-        WhenceError: it is, and a run or the state of a rule is of the model that was scored.
-    """
+    """Return whether a model is another than was scored; refuse it if a run, or a rule's state, is the other's."""
     if model is scored or has_tensors(model, named_tensors(scored.policy)):
         return False
     if recorder is not None or hasattr(rule, "load_state_dict"):

@@ -2,8 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ from whence.core import (
     map_tree,
     preserve_buffers,
     preserve_rng_state,
+    replace_attribute,
     unwrap_compiled,
 )
 from whence.sb3.models.recurrent import is_recurrent, prepare_sequences, run_sequences
@@ -61,10 +63,8 @@ def actor_critic_view(policy: Any) -> ModuleView:
             return prepare_sequences(records) | {"actions": _shape_actions(policy, records, _dtype(policy))}
         return _prepare_parts(policy, records) if _has_plain_parts(policy, records) else _prepare_raw(policy, records)
 
-    def optimizer() -> Any:
-        return getattr(policy, "optimizer", None)
-
-    return ModuleView(policy, _outputs, prepare, in_train_mode=True, optimizer=optimizer)
+    find_optimizer = partial(getattr, policy, "optimizer", None)
+    return ModuleView(policy, _outputs, prepare, in_train_mode=True, optimizer=find_optimizer)
 
 
 def _prepare_parts(policy: Any, records: RecordBatch) -> Tree:
@@ -104,8 +104,7 @@ _PARTS = ("features_extractor", "pi_features_extractor", "vf_features_extractor"
 _COMPARED: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 """Of each policy, whether it was what its parts are, by the identities of the parts."""
 
-_SAMPLE = 256
-"""The records whose stored log-probs are compared with the policy's."""
+_SAMPLE = 256  # the records whose stored log-probs are compared with the policy's
 
 
 def _has_plain_parts(policy: Any, records: RecordBatch) -> bool:
@@ -179,15 +178,9 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     return LazyOutputs(log_prob, values, distribution.entropy)
 
 
-@contextmanager
-def _spare_distribution(policy: Any) -> Iterator[None]:
+def _spare_distribution(policy: Any) -> AbstractContextManager[None]:
     """Let a policy fill a copy of its distribution; deepcopy(policy) would raise while it holds tensors of a graph."""
-    distribution = policy.action_dist
-    policy.action_dist = copy.copy(distribution)
-    try:
-        yield
-    finally:
-        policy.action_dist = distribution
+    return replace_attribute(policy, "action_dist", copy.copy(policy.action_dist))
 
 
 def warn_of_log_probs(policy: Any, records: RecordBatch) -> None:

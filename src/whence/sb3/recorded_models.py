@@ -22,11 +22,9 @@ from whence.sb3.round_result import read_train_metrics
 
 log = logging.getLogger("whence")
 
-_RECORDS = 2048
-"""Records of a round, unless rollouts are shorter and the model trains on them alone."""
+_RECORDS = 2048  # records of a round, unless rollouts are shorter and the model trains on them alone
 
-_LAMBDA = 0.95
-"""Of the returns that a critic is compared with: SB3's `gae_lambda` of PPO."""
+_LAMBDA = 0.95  # of the returns that a critic is compared with: SB3's `gae_lambda` of PPO
 
 
 def warn_of_no_scores(model: Any, reason: str, logged: set[str]) -> None:

@@ -91,7 +91,10 @@ class Recording:
         names = ("observation_space", "action_space")
         kept = zip(names, (self._kept, spaces[1]), strict=True)
         described = {name: describe(describe_space(space)) for name, space in kept}
-        self._close_earlier(Path(run).absolute())
+        if (earlier := _OPEN.get(self._recorder.path)) is not None:
+            what = "the steps of the environment that was recorded there end here"
+            log.warning("%s is recorded anew: %s.", self._recorder.path, what)
+            earlier.close()
         checkpoint = self._recorder.begin(
             {"algorithm": None, "policy": None, "n_envs": self._count, **described, **config},
             versions=read_versions(),
@@ -110,13 +113,6 @@ class Recording:
         self._begin_round()
         self._is_closed, _OPEN[self._recorder.path] = False, self
 
-    @staticmethod
-    def _close_earlier(path: Path) -> None:
-        """Write what an earlier recording of this process has for a directory, and end it."""
-        if (earlier := _OPEN.get(path)) is not None:
-            log.warning("%s is recorded anew: the steps of the environment that was recorded there end here.", path)
-            earlier.close()
-
     def _begin_round(self, reset: NDArray[np.bool_] | None = None) -> None:
         """Begin a round; `reset` are the environments that were reset since the last step."""
         self._rows: list[_Step] = []
@@ -132,13 +128,7 @@ class Recording:
         self._episodes = EpisodeCounter(episode)
 
     def start(self, observation: Any, states: States, reset: NDArray[np.bool_] | None = None) -> None:
-        """Begin episodes.
-
-        Args:
-            observation: of all environments, as resets returned them.
-            states: of the environments that were reset.
-            reset: (n,) which were reset; None: all.
-        """
+        """Begin episodes in the environments that were `reset`, (n,), None: all; `observation` is of all of them."""
         starts = self._starts.get(len(self._rows), np.zeros(self._count, bool))
         for env in np.flatnonzero(starts):  # reset twice, without a step
             if env in states and self._states[env]:
@@ -328,30 +318,23 @@ def _null(numbers: NDArray[np.int64]) -> Any:
 
 
 def keep_known_parts(space: gym.Space[Any], actions: gym.Space[Any]) -> gym.Space[Any]:
-    """Return the part of an observation space that a run can hold: all, or a Dict without its texts, say.
-
-    Raises:
-        Unsupported: none of it, or the actions, can be held; the message names the space.
-    """
+    """Return the part of an observation space that a run can hold; refuse spaces of which it can hold nothing."""
     for what, one in (("observations", space), ("actions", actions)):
         if describe_space(one) is None or (one is actions and isinstance(one, gym.spaces.Dict)):
             raise Unsupported(
                 f"A run cannot hold {what} of {one}. Record inside of a wrapper that gives arrays, such as "
                 "gymnasium.wrappers.FlattenObservation, or numbers of actions."
             )
-    if not isinstance(space, gym.spaces.Dict):
-        return space
-    parts = {name: _keep_known(part) for name, part in space.items()}
-    if all(parts[name] is part for name, part in space.items()):
-        return space
-    if not (known := {name: part for name, part in parts.items() if part is not None}):
+    if (known := _keep_known(space)) is None:
         raise Unsupported(f"A run cannot hold observations of {space}: no part of it is an array of numbers.")
-    log.warning("Of the observations, %s cannot be stored, and are left out.", ", ".join(parts.keys() - known.keys()))
-    return gym.spaces.Dict(known)
+    if isinstance(space, gym.spaces.Dict) and isinstance(known, gym.spaces.Dict) and known is not space:
+        left_out = ", ".join(space.keys() - known.keys())
+        log.warning("Of the observations, %s cannot be stored, and are left out.", left_out)
+    return known
 
 
 def _keep_known(space: gym.Space[Any]) -> gym.Space[Any] | None:
-    """Return a part of a Dict as it can be held; None: not at all."""
+    """Return a space, or a part of a Dict, as it can be held; None: not at all."""
     if not isinstance(space, gym.spaces.Dict):
         return space if describe_space(space) else None
     parts = {name: _keep_known(part) for name, part in space.items()}

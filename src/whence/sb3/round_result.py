@@ -90,15 +90,9 @@ def write_round(
     steps: EnvironmentSteps,
     logged: set[str],
 ) -> None:
-    """Write a round before its training.
+    """Write a round before its training: its records, and what the environments returned.
 
-    Args:
-        recorder: the run's recorder.
-        tracker: what followed the environments.
-        model: the model that collected it.
-        round: the buffer's records, to which are added what the environments returned and digests of observations.
-        steps: what the environments returned.
-        logged: what was logged before, to which is added what is logged of this round.
+    `logged` is what was logged before, to which is added what is logged of this round.
     """
     assert tracker is not None
     table = add_selection(round.records.to_polars(observations=True), round.selection, round.influence)

@@ -222,10 +222,8 @@ def join_folds(
 ) -> Influence:
     """Return an influence of all records with the standard errors of its scores over folds of the target's episodes.
 
-    `by_fold` are the influences on the target's parts by `split_target`, whose folds are `fold`.
-
-    Raises:
-        NoMean: the target is no mean over the records.
+    `by_fold` are the influences on the target's parts by `split_target`, whose folds are `fold`. A target that is no
+    mean over the records is a `NoMean`.
     """
     scores, sizes = torch.stack([each.scores for each in by_fold]), fold.bincount()
     check_mean(target_name(target), influence.scores, scores, sizes)

@@ -62,11 +62,7 @@ def split_target(target: BatchTarget, fold: Int[Tensor, " n"]) -> dict[int, Part
 
 
 def check_batch_target(target: Target) -> BatchTarget:
-    """Return a target that reads the scored records, so that some of them can be left out of it.
-
-    Raises:
-        WhenceError: it does not.
-    """
+    """Return a target that reads the scored records, so that some can be left out; refuse another one."""
     if not reads_scored_records(target):
         raise WhenceError(
             f"The target {target_name(target)} has no from_outputs, so it does not read the scored records, and none "
@@ -77,11 +73,7 @@ def check_batch_target(target: Target) -> BatchTarget:
 
 
 def check_mean_target(target: Target) -> None:
-    """Refuse a target that is no mean over the scored records, so that no unit can be left out of it.
-
-    Raises:
-        WhenceError: see above.
-    """
+    """Refuse a target that is no mean over the scored records, so that no unit can be left out of it."""
     if not is_mean(target):
         raise WhenceError(
             f"leave_one_out needs a target that is a mean over the scored records, and {target_name(target)} is none: "
@@ -91,11 +83,7 @@ def check_mean_target(target: Target) -> None:
 
 
 def check_folds(folds: int | None) -> int | None:
-    """Return a number of folds that errors can be computed over, or None.
-
-    Raises:
-        WhenceError: it is below 3.
-    """
+    """Return a number of folds that errors can be computed over, or None; refuse one below 3."""
     if folds is not None and folds < LEAST:
         raise WhenceError(f"folds is {folds}; errors of scores need at least {LEAST}. Pass 8, or None for no errors.")
     return folds

@@ -54,16 +54,10 @@ def multiply_gradients(
 
     Where each layer has a rule, they are sums over layers, of a linear one `(X X') * (G G')` by inputs X and output
     gradients G, and no gradient is stored. Other policies' gradients are made record by record. A record of several
-    numbers, as a response of tokens, has the gradient of their sum.
-
-    Args:
-        policy: see `whence.attribute`, as for what scoring leaves unchanged.
-        records: n records.
-        examples: m records, which are few; their observations and actions are read.
-        chunk_size: the most records in one pass.
+    numbers, as a response of tokens, has the gradient of their sum. Examples are few, and a pass has `chunk_size`
+    records at most. Of policies and of what stays unchanged see `whence.attribute`.
 
     Raises:
-        Unsupported: see `whence.attribute`.
         NonFinite: a gradient is not finite.
     """
     objective = _LogProb()

@@ -90,12 +90,7 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
 def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
     """Return the moment whose face is a given record: its neighbours that score alike, at least half as much.
 
-    Args:
-        records: a round's table; without scores, the record is alone and its score is NaN.
-        record_id: the record.
-
-    Raises:
-        WhenceError: the round does not hold the record.
+    Without scores, the record is alone and its score is NaN. One that the round does not hold is a `WhenceError`.
     """
     ordered = sort_by_time(records)
     if "score" not in ordered.columns:

@@ -34,16 +34,13 @@ def measure_gradients(params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]
 def check_gradients(
     norms: Mapping[str, Tensor], batch: str, record_ids: Iterable[int] = (), loss: Tensor | None = None
 ) -> None:
-    """Refuse a loss or gradients before the optimiser's step on them.
+    """Refuse a loss or gradients before the optimiser's step on them, with a `NonFinite` that names the parameter.
 
     Args:
         norms: the norm of each parameter's gradient; see `measure_gradients`.
         batch: what they are of, such as "a minibatch of 32 records".
         record_ids: the ids of these records.
         loss: the loss that they are the gradient of, if it is at hand.
-
-    Raises:
-        NonFinite: the loss, a gradient or its norm is not finite; the message names the first such parameter.
     """
     values = list(norms.values())
     # One look at the sum, since each look at a number waits for the device.
@@ -61,11 +58,7 @@ def check_gradients(
 
 
 def check_parameters(params: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse parameters after a round's steps.
-
-    Raises:
-        NonFinite: one is not finite; the message names it.
-    """
+    """Refuse, with a `NonFinite` that names it, a parameter that is not finite after a round's steps."""
     broken = next((name for name, param in params if not torch.isfinite(param.detach()).all()), None)
     if broken is not None:
         raise NonFinite(
@@ -77,12 +70,7 @@ def check_parameters(params: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def raise_if_refused(what: str, remedy: str) -> Iterator[None]:
-    """Raise `NonFinite` if one of torch's distributions refuses the outputs of a policy inside.
-
-    Args:
-        what: what has diverged if so, for the message.
-        remedy: what to do then.
-    """
+    """Raise a `NonFinite` that says `what` diverged if torch's distributions refuse a policy's outputs inside."""
     try:
         yield
     except ValueError as error:
@@ -95,11 +83,7 @@ def raise_if_refused(what: str, remedy: str) -> Iterator[None]:
 
 
 def check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:
-    """Refuse scores that are not finite.
-
-    Raises:
-        NonFinite: a gradient or score is not finite; the message names record and parameter.
-    """
+    """Refuse scores that are not finite, with a `NonFinite` that names record and parameter."""
     if math.isfinite(products.sum()):  # finite only if every term is, and cheaper to check
         return
     finite = torch.isfinite(products).all(dim=0)

@@ -6,11 +6,11 @@ from .dtv import DTV as DTV
 from .dtv import choose_target as choose_target
 from .dtv import find_scorer as find_scorer
 from .dtv import score_for as score_for
-from .random_drop import RandomDrop as RandomDrop
 from .score_rules import IIF as IIF
 from .score_rules import IPPO as IPPO
 from .score_rules import BelowMean as BelowMean
 from .score_rules import NonPositive as NonPositive
+from .score_rules import RandomDrop as RandomDrop
 from .score_rules import read_scores as read_scores
 from .selections import DEFAULT_SHARE as DEFAULT_SHARE
 from .selections import KeepAll as KeepAll

@@ -27,8 +27,7 @@ from whence.selection.selections import START, CheckedRule, Progress, Selection,
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""
 
-_SHOWN = 16
-"""Ids that a rule's text has at most."""
+_SHOWN = 16  # ids that a rule's text has at most
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,7 @@ def _read_groups(records: RecordBatch, name: str) -> tuple[Int[Tensor, " n"], Fl
 
 
 def _read_ids(source: Any) -> tuple[int, ...]:
-    """Return the record ids of a file or a sequence, in ascending order.
-
-    Raises:
-        WhenceError: the file cannot be read, or holds something else than whole numbers, 0 or more.
-    """
+    """Return the record ids of a file or a sequence, in ascending order; refuse any but whole numbers from 0."""
     values = source.tolist() if hasattr(source, "tolist") else source
     if isinstance(source, str | Path) and Path(source).is_dir():
         values = RunDirectory.open(source).flags()["record_id"]

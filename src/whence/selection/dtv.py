@@ -56,13 +56,7 @@ class DTV(ScoreRule):
         return MeanObjective(self.unit)
 
     def score(self, records: RecordBatch, objective: Objective, attribute: Attribute) -> Influence:
-        """Return the scores of a round's records.
-
-        Args:
-            records: the round's records.
-            objective: the objective of the training.
-            attribute: see `Attribute`.
-        """
+        """Return the scores of a round's records by the objective of the training; see `Attribute`."""
         settings: dict[str, Any] = {"target": self.target, "objective": policy_part(objective)}
         settings["leave_one_out"] = resolve_unit(records, self.unit) if self.leave_one_out else None
         groups = self._label_groups(records)
@@ -106,11 +100,7 @@ def find_scorer(rule: SelectionRule) -> Any | None:
 
 
 def choose_target(rule: SelectionRule, target: Target | None, default: Target) -> Target:
-    """Return a trainer's target: that of a rule with scores of its own, the one that was passed, or the default.
-
-    Raises:
-        WhenceError: a target was passed, and the rule has one.
-    """
+    """Return a trainer's target: the one passed, the default, or the rule's own, next to which none may be passed."""
     scorer = find_scorer(rule)
     if scorer is not None and target is not None:
         raise WhenceError(f"{rule!r} brings its own target: leave out target={target_name(target)}.")

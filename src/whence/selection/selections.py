@@ -133,9 +133,6 @@ class KeepAll:
 
     needs_influence = False
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Keep all."""
         return Selection.dropping(torch.ones(len(records), dtype=torch.bool), "")
@@ -229,13 +226,7 @@ def can_train(selection: Selection) -> bool:
 
 
 def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:
-    """Return a table of records with `keep`, `weight` and `reason`; and `score` with its errors, if known.
-
-    Args:
-        table: a row for each record, in the order of `selection`.
-        selection: which records trained, with which weights.
-        influence: the records' scores, or None.
-    """
+    """Return a table, in the order of a selection, with `keep`, `weight` and `reason`, and with scores and errors."""
     scores = []
     if influence is not None:
         scores = [pl.Series("score", to_numpy(influence.scores)), *influence.list_error_columns()]

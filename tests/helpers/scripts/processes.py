@@ -15,7 +15,6 @@ from helpers.language_training import PROMPTS, copy_state, make_model, make_toke
 from helpers.launching import end_process, fork_second
 from whence import DTV, IPPO, NonPositive
 from whence.llm import TokenReturn, ValidationLoss
-from whence.llm.scores import compute_log_probs
 from whence.runs import RunDirectory
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
@@ -26,7 +25,8 @@ def with_column(texts):
 
 
 def summed_by_hand(view, params, records):
-    return (compute_log_probs(view, params, records).log_prob.sum(dim=1) * records.advantages).mean()
+    outputs = view.only({"log_prob"}, params, view.prepare(records))
+    return (outputs.log_prob.sum(dim=1) * records.advantages).mean()
 
 
 def make_target(name):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -60,12 +61,8 @@ def configure(
     if "policy" not in base | changes:
         config = replace(config, policy=default_policy(space))
     config = replace(config, policy_kwargs=default_policy_kwargs(config.policy, config.policy_kwargs, space))
-    with preserve_rng_state():  # PPO seeds the generators
-        model_env = make_training_env(replace(config, n_envs=1))
-        try:
-            model = make_model(config, model_env)
-        finally:
-            model_env.close()
+    with preserve_rng_state(), closing(make_training_env(replace(config, n_envs=1))) as model_env:
+        model = make_model(config, model_env)  # which seeds the generators
     if getattr(config.rule(), "needs_discrete", False):  # It compares the actions of a state, so that states recur.
         parts = list(space.values()) if isinstance(space, spaces.Dict) else [space]
         is_continuous = any(np.issubdtype(part.dtype, np.floating) for part in parts)
@@ -114,15 +111,7 @@ def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[Ru
 
 
 def configure_arms(arms: Iterable[str], **overrides: Any) -> list[RunConfig]:
-    """Return one run of each arm, to be compared.
-
-    Args:
-        arms: keys of `ARMS`.
-        overrides: see `configure`; also `env` or `preset`.
-
-    Raises:
-        WhenceError: see `configure`; or a comparison without evaluations.
-    """
+    """Return one run of each arm, to be compared; overrides are those of `configure`, with `env` or `preset`."""
     configs = [configure(arm=arm, **overrides) for arm in arms]
     if not all(config.eval_episodes for config in configs):
         raise WhenceError("eval_episodes is 0, but arms are compared by their test returns: at least 2 are needed.")

@@ -85,11 +85,7 @@ class RunConfig:
         self.make_target()
 
     def rule(self) -> SelectionRule:
-        """Return the arm's selection rule.
-
-        Raises:
-            WhenceError: the arm is a study's own.
-        """
+        """Return the arm's selection rule; a `WhenceError` if the arm is a study's own."""
         return find_arm(self.arm).make_rule(drop=self.drop, warmup=self.warmup, unit=self.unit, seed=self.seed)
 
     def reads(self, name: str) -> bool:
@@ -100,11 +96,7 @@ class RunConfig:
         return name in rule.__dataclass_fields__ if name in ("drop", "warmup", "unit") else bool(rule.needs_influence)
 
     def make_target(self) -> Target:
-        """Return the target.
-
-        Raises:
-            WhenceError: its arguments are not what it takes.
-        """
+        """Return the target; a `WhenceError` if its arguments are not what it takes."""
         try:
             return TARGETS[self.target](**self.target_args)
         except TypeError as wrong:
@@ -123,9 +115,5 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of which `to_json` returned these values.
-
-        Raises:
-            WhenceError: a field is missing, unknown, or has a value that no run has.
-        """
+        """Return the configuration of which `to_json` returned these values; refuse values that no run has."""
         return read_table(cls, "A run", read_numbers(values))

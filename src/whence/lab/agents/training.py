@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,11 +47,8 @@ def prepare(config: RunConfig) -> None:
 
 def check(config: RunConfig) -> None:
     """Make a run's environments and model once, so that what SB3 refuses is known before a run is deleted."""
-    env = make_training_env(config)
-    try:
+    with closing(make_training_env(config)) as env:
         make_model(config, env)
-    finally:
-        env.close()
 
 
 def run(
@@ -141,11 +139,7 @@ def _make_callback(config: RunConfig, directory: RunDirectory | None, recordings
 
 
 def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = None) -> PPO:
-    """Return the untrained model of a run.
-
-    Raises:
-        WhenceError: the device is not there, or PPO refuses the settings; the message gives SB3's reason.
-    """
+    """Return the untrained model of a run; a `WhenceError` gives SB3's reason if it refuses the settings."""
     check_device(config.device)
     policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **resolve_classes(config.policy_kwargs)}
     hyperparameters = dict(config.hyperparameters)
@@ -181,11 +175,7 @@ def check_device(name: str) -> None:
 
 
 def is_finished(config: RunConfig, path: Path) -> bool:
-    """Return whether a directory holds this very run, with its last round and evaluation.
-
-    Raises:
-        RunDirectoryError: it holds another run, or one of more rounds.
-    """
+    """Return whether a directory holds this very run, with its last round and evaluation; refuse another run."""
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)

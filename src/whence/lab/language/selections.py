@@ -24,11 +24,7 @@ def make_rule(config: LanguageConfig) -> SelectionRule:
 
 
 def check_arm(config: LanguageConfig) -> None:
-    """Refuse an arm that is not known, and settings that it does not go with.
-
-    Raises:
-        WhenceError: the message names the setting.
-    """
+    """Refuse, with a `WhenceError`, an arm that is not known, and settings that it does not go with."""
     selection, named_target = split_arm(config.arm)
     arm, target = read_arm(config.arm)
     if named_target is not None and named_target not in LANGUAGE_TARGETS:
@@ -57,13 +53,8 @@ def check_arm(config: LanguageConfig) -> None:
 def plan_language_comparison(arms: Sequence[str], seeds: int, **fields: Any) -> list[LanguageConfig]:
     """Return the runs of a comparison, arm by arm within each seed; fields that an arm does not read it does not get.
 
-    Args:
-        arms: the arms' names.
-        seeds: the number of seeds, which are 0 to seeds - 1.
-        fields: the other fields of `LanguageConfig`.
-
-    Raises:
-        WhenceError: an arm or a setting is refused; or nothing measures the arms.
+    `fields` are the other fields of `LanguageConfig`. It is a `WhenceError` if a setting is refused, or nothing
+    measures the arms.
     """
     configs = []
     for name in arms:

@@ -61,11 +61,7 @@ def check(config: LanguageConfig) -> None:
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:
-    """Tell whether a directory holds this run, with all rounds and its trained model.
-
-    Raises:
-        RunDirectoryError: it holds another run, with finished rounds.
-    """
+    """Tell whether a directory holds this run, with all rounds and its trained model; refuse another run."""
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
@@ -289,11 +285,7 @@ def _save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
 
 
 def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
-    """Return the prompts that train, and those of the target's responses; None: the target needs none.
-
-    Raises:
-        WhenceError: no prompt would be left to train.
-    """
+    """Return the prompts that train, at least one, and those of the target's responses; None: it needs none."""
     if not config.held_out:
         return task.prompts, None
     cut = len(task.prompts) - config.held_out
@@ -304,8 +296,7 @@ def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]
     return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
 
-_SAMPLE = 16
-"""Prompts that are answered at each evaluation."""
+_SAMPLE = 16  # prompts that are answered at each evaluation
 
 
 def choose_sample_prompts(task: Task) -> Any:

@@ -36,7 +36,7 @@ from whence.core import (
     target_name,
     train_mode,
 )
-from whence.engines import check_scalar
+from whence.engines import check_scalar, differentiate
 from whence.lab.rounds import optimizers
 from whence.lab.rounds.optimizers import State, safe_sqrt
 from whence.rounds import RoundRecording, check_collected, check_policy
@@ -133,12 +133,9 @@ class Minibatch(NamedTuple):
 
 
 def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype | None = None) -> SteppedRound:
-    """Return a round to step through.
+    """Return a round to step through with the policy that was trained, or one built like it.
 
-    Args:
-        policy: the policy that was trained, or one built like it.
-        recording: the recorded round.
-        dtype: the dtype of parameters and records; None: the recorded ones.
+    `dtype` is that of parameters and records; None: the recorded one.
 
     Raises:
         Unsupported: the optimiser cannot be replayed step by step, the kind of policy is unknown, its parameters have
@@ -337,11 +334,7 @@ def check_finite(params: Float[Tensor, "*trainings p"], round: SteppedRound) -> 
 
 
 def check_target(target: Target, round: SteppedRound) -> Target:
-    """Return a target that can be measured on the records of a round.
-
-    Raises:
-        WhenceError: it is no target, or does not return a scalar tensor.
-    """
+    """Return a target that can be measured on a round's records; refuse one that returns no scalar tensor."""
     target = as_target(target)
     params = {name: p.detach().requires_grad_() for name, p in round.unflatten(round.start.params).items()}
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
@@ -350,15 +343,9 @@ def check_target(target: Target, round: SteppedRound) -> Target:
 
 
 def target_gradient(round: SteppedRound, params: Float[Tensor, " p"], target: Target) -> Float[Tensor, " p"]:
-    """Return the gradient of a target at some parameters; 0 for parameters that the target does not depend on.
-
-    Raises:
-        WhenceError: the target depends on no parameter.
-    """
+    """Return a target's gradient, 0 in parameters that it does not depend on; refuse one that depends on none."""
     free = {name: p.detach().requires_grad_() for name, p in round.unflatten(params).items()}
-    value = target(round.view, free, round.records)
-    gradients = torch.autograd.grad(value, list(free.values()), allow_unused=True) if value.requires_grad else [None]
-    if all(gradient is None for gradient in gradients):
+    gradient = differentiate(target(round.view, free, round.records), free)
+    if not gradient:
         raise WhenceError(f"The target {target_name(target)} depends on no parameter, so no record can move it.")
-    pairs = zip(free.items(), gradients, strict=True)
-    return round.flatten({name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs})
+    return round.flatten({name: gradient.get(name, torch.zeros_like(p)) for name, p in free.items()})

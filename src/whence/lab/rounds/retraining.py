@@ -170,23 +170,16 @@ def _train_side_by_side(
     return point.params
 
 
-def compute_lds(
-    predictions: Float[np.ndarray, " m"],
-    outcomes: Float[np.ndarray, " m"],
-    *,
-    resamples: int = 1000,
-    seed: int = 0,
-) -> Mapping[str, float | None]:
+def compute_lds(predictions: Float[np.ndarray, " m"], outcomes: Float[np.ndarray, " m"]) -> Mapping[str, float | None]:
     """Return the linear datamodelling score: Spearman's correlation of prediction and outcome over subsets.
 
     Args:
         predictions: (m,) the prediction for each subset: the sum of its records' scores.
         outcomes: (m,) the outcome of training on each subset.
-        resamples: the number of resamples of the percentile bootstrap over subsets.
-        seed: the seed of the bootstrap.
 
     Returns:
-        "lds", and "low" and "high" of its 95% interval; all None if all predictions or all outcomes are equal.
+        "lds", and "low" and "high" of its 95% interval by the percentile bootstrap over subsets; all None if all
+        predictions or all outcomes are equal.
 
     Raises:
         WhenceError: there are fewer than three subsets, shapes differ, or a number is not finite.
@@ -199,8 +192,7 @@ def compute_lds(
         raise WhenceError("A prediction or an outcome is not finite, and has no rank: leave that subset out.")
     if np.ptp(predictions) == 0 or np.ptp(outcomes) == 0:
         return {"lds": None, "low": None, "high": None}
-    generator = np.random.default_rng(seed)
-    resampled = generator.integers(len(outcomes), size=(resamples, len(outcomes)))
+    resampled = np.random.default_rng(0).integers(len(outcomes), size=(1000, len(outcomes)))
     # Every resample is ranked by itself, with ties shared: Pearson's correlation of these ranks is Spearman's.
     ranks = scipy.stats.rankdata(predictions[resampled], axis=1), scipy.stats.rankdata(outcomes[resampled], axis=1)
     centred = [one - one.mean(axis=1, keepdims=True) for one in ranks]

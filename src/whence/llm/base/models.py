@@ -72,9 +72,6 @@ def check_kernels(name: str) -> None:
     """Refuse a stored model, or an adapter, if the configuration of the model names a kernel of the hub: it is code.
 
     The argument `attn_implementation` of `from_pretrained` does not prevail over all spellings of that in config.json.
-
-    Raises:
-        WhenceError: names the model and the kernel.
     """
     if (adapter := find_adapter_config_file(name)) is not None:
         name = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]

@@ -112,8 +112,7 @@ _SECRET = re.compile(r"(^|_)(token|password|secret|credentials?)$|(api|access|pr
 _NO_SECRETS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _USER_OF_URL = re.compile(r"//[^/@\s]+@")
 
-_MOST_ROWS = 1000
-"""Rows of a data set that are read for its digest."""
+_MOST_ROWS = 1000  # rows of a data set that are read for its digest
 
 
 def describe_settings(value: Any) -> Any:

@@ -104,11 +104,7 @@ def restore_model(model: nn.Module, optimizer: Any, content: Mapping[str, Any]) 
 
 
 def load_parameters(path: Path, model: nn.Module) -> None:
-    """Read the parameters of a checkpoint file into a model.
-
-    Raises:
-        RunDirectoryError: the file cannot be read as a checkpoint, or belongs to another model.
-    """
+    """Read the parameters of a checkpoint file into a model; those of another model are a `RunDirectoryError`."""
     content = load_tree(path)
     check_model(model, content, path)
     model.load_state_dict(content["model"], strict=False)

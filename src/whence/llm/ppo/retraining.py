@@ -62,11 +62,7 @@ class Recipe:
 
 
 def read_recipe(config: Mapping[str, Any], learning_rate: float | None = None, epochs: int | None = None) -> Recipe:
-    """Return the recipe of a run's configuration, with settings that were given in place of those.
-
-    Raises:
-        WhenceError: the configuration holds no learning rate, and none was given.
-    """
+    """Return the recipe of a run's configuration, in which settings that were given replace its own."""
     options = {"learning_rate": learning_rate, "epochs": epochs}
     if (ppo := config.get("ppo")) is not None:
         settings = {
@@ -137,18 +133,15 @@ def train_again(
 ) -> None:
     """Train a model, in place, on the rows of some rounds in their order; rows of weight 0 are left out.
 
-    The ratios of a round begin at 1, with the log-probs of the model before the round. The orders of rows are
-    drawn by the seed over all rows and then filtered, so that trainings that leave out different rows share them.
+    The ratios of a round begin at 1, with the log-probs of the model before the round. The orders of rows are drawn by
+    the seed over all rows and then filtered, so that trainings that leave out different rows share them.
 
     Args:
         model: a causal language model; the parameters that require gradients are trained.
         rounds: the rows of each round, with advantages.
         weights: (n,) the weights of each round's rows.
-        recipe: how it is trained.
+        recipe: how it is trained; it is a `NonFinite` if that diverges.
         seed: the seed of the orders.
-
-    Raises:
-        NonFinite: training diverged.
     """
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)

@@ -7,7 +7,6 @@ from .language_targets import SequenceReward as SequenceReward
 from .language_targets import TokenReturn as TokenReturn
 from .language_targets import ValidationLoss as ValidationLoss
 from .language_targets import check_held_out as check_held_out
-from .language_targets import compute_log_probs as compute_log_probs
 from .language_targets import split_mean as split_mean
 from .row_scores import Scoring as Scoring
 from .row_scores import add_reference as add_reference

@@ -29,6 +29,7 @@ from whence.engines import (
     Refused,
     TrainingPass,
     covered_layers,
+    differentiate,
     record_training_pass,
     spread_evenly,
 )
@@ -48,15 +49,7 @@ def choose_way(
 ) -> Way:
     """Return when a trainer's rows are chosen; if `select` is None, in the step where that can be, and else say why.
 
-    Args:
-        select: what the user asks for.
-        rule: the selection rule.
-        objective: the user's own objective; None: that of the training.
-        model: the model that trains.
-        processes: the processes of the training.
-
-    Raises:
-        WhenceError: `select` is neither way, or "in_step" where that cannot be; the message says why.
+    `objective` is the user's own, if there is one. A `WhenceError` says why "in_step" cannot be.
     """
     if select not in (None, "in_step", "before"):
         raise WhenceError(f"select is {select!r}; 'in_step', 'before' or None is needed.")
@@ -144,11 +137,8 @@ class RoundChooser:
     def confirm(self, compute_loss: Callable[[bool], Tensor]) -> bool:
         """Return whether a recorded pass on two rows is as a plain backward pass; if not, a warning says how.
 
-        It is compared once, and nothing of the model changes. Call it in every process.
-
-        Args:
-            compute_loss: evaluates the model, and returns the loss of two rows, or if its argument is True the first
-                one's part of it.
+        It is compared once, and nothing of the model changes. Call it in every process. `compute_loss` evaluates the
+        model, and returns the loss of two rows, or if its argument is True the first one's part of it.
         """
         if self._is_confirmed:
             return True
@@ -169,8 +159,7 @@ class RoundChooser:
         """Return how a recorded pass on two rows differs from a plain backward pass of the first; None: it does not."""
         with preserve_rng_state(), Precision() as precision:  # the same dropout in both passes
             loss = compute_loss(True)
-        derivatives = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
-        plain = {n: each for n, each in zip(self.parameters, derivatives, strict=True) if each is not None}
+        plain = differentiate(loss, self.parameters)
         direction, before = spread_evenly(plain), {name: parameter.grad for name, parameter in self.parameters.items()}
         try:
             for parameter in self.parameters.values():
@@ -203,11 +192,8 @@ class RoundChooser:
     def begin(self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None = None) -> None:
         """Begin a round with the rows of all processes; call it, and all that follows, in every process.
 
-        Args:
-            rows: the round's rows.
-            progress: how far training has come.
-            draw_rows: draws rows for the target, which has none, in each round that needs them; None: it has some, or
-                is over the rows of the round before.
+        `draw_rows` draws rows for the target, which has none, in each round that needs them; None: it has some, or is
+        over the rows of the round before.
         """
         self._rows, self._progress, self._draws = rows, progress, draw_rows is not None
         self._keep, self._weights = torch.ones(len(rows), dtype=torch.bool), torch.ones(len(rows))

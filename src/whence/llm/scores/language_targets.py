@@ -77,7 +77,7 @@ class _MeanOverRows(MeanTarget, SummedTarget):
     def _evaluate_part(
         self, rows: RecordBatch, count: int, view: PolicyView, params: Params, records: RecordBatch
     ) -> Float[Tensor, ""]:
-        outputs = compute_log_probs(view, params, rows)
+        outputs = view.only({"log_prob"}, params, view.prepare(rows))
         return self._terms(outputs, rows.to(outputs.log_prob.device)).sum() / count
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
@@ -97,10 +97,7 @@ class _MeanOverRows(MeanTarget, SummedTarget):
 def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objective]:
     """Return the rows that a target is a mean over, and the objective that gives each row's term; the terms sum to it.
 
-    These are the scored `rows` if the target has no rows of its own.
-
-    Raises:
-        WhenceError: the target is no mean over rows.
+    These are the scored `rows` if the target has no rows of its own. A target that is no mean is a `WhenceError`.
     """
     if not isinstance(target, _MeanOverRows):
         raise WhenceError(
@@ -152,11 +149,6 @@ class _ShareOfParts(SummedTarget):
     def spare_part(self) -> Target:
         # Of a process that has fewer parts than others, or none.
         return next(iter(self.mean.parts()))
-
-
-def compute_log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
-    """Return the outputs of a view for rows, with log-probs alone."""
-    return view.only({"log_prob"}, params, view.prepare(rows))
 
 
 def _mask_log_probs(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]:

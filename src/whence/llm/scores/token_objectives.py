@@ -80,14 +80,8 @@ def gae(
 ) -> Float[Tensor, "n R"]:
     """Return generalised advantage estimates of response tokens; the last token ends the episode.
 
-    Response tokens of a row are consecutive, from the first position on.
-
-    Args:
-        rewards: rewards of the tokens; see `reward_tokens`.
-        values: values of the states before the tokens.
-        mask: mask of the response tokens.
-        gamma: discount factor.
-        lam: lambda of the estimator.
+    Response tokens of a row are consecutive, from the first position on. Of rewards see `reward_tokens`; values are of
+    the states before the tokens.
     """
     values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(rewards)

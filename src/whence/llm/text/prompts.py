@@ -87,12 +87,7 @@ def context_length(model: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Tokenized prompts, with further columns of their data set.
-
-    Attributes:
-        ids: token ids of each prompt.
-        columns: the data set's other columns that rewards ask for, by name.
-    """
+    """Tokenized prompts: the token ids of each, and the data set's other columns that rewards ask for, by name."""
 
     ids: Sequence[Sequence[int]]
     columns: Columns = field(default_factory=dict)
@@ -136,11 +131,7 @@ def read_prompts(
 
 
 def list_columns(dataset: Any) -> list[str]:
-    """Return the names of a data set's columns, or those of a dict, other than "prompt"; a list has none.
-
-    Raises:
-        WhenceError: there is no column "prompt".
-    """
+    """Return a data set's columns besides "prompt", which a dict or a data set must have; a list has none."""
     names = list(dataset) if isinstance(dataset, Mapping) else getattr(dataset, "column_names", None)
     if names is None:
         return []

@@ -77,11 +77,7 @@ def _locate_error(error: Exception) -> str:
 
 
 def find_columns(reward: Reward, columns: Collection[str]) -> list[str]:
-    """Return the columns that a reward's arguments name, after its first two for prompts and responses.
-
-    Raises:
-        WhenceError: it asks for a column that does not exist.
-    """
+    """Return the columns that a reward's arguments name after its first two; a `WhenceError` if one is missing."""
     called: Any = reward.forward if isinstance(reward, nn.Module) else reward
     arguments = list(inspect.signature(called).parameters.values())
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -103,9 +99,7 @@ def find_columns(reward: Reward, columns: Collection[str]) -> list[str]:
 def adapt_trl_reward(reward: Reward, chats: Sequence[Any] | None = None) -> Reward:
     """Return a reward of TRL's form, which is called with `completions` by name, as a reward; another one as it is.
 
-    Args:
-        reward: a reward function.
-        chats: the prompts' messages, for a function that gets chats; None: it gets texts.
+    `chats` are the prompts' messages, for a function that gets chats; None: it gets texts.
     """
     parameters = inspect.signature(reward).parameters
     if "completions" not in parameters:

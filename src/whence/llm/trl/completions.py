@@ -276,8 +276,7 @@ def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Opt
     return optimizer.register_step_pre_hook(remove)
 
 
-_SAME_RATIO = 1e-5
-"""Ratios of probabilities that differ from 1 by no more are of one policy."""
+_SAME_RATIO = 1e-5  # ratios of probabilities that differ from 1 by no more are of one policy
 
 _COLUMNS = ("log_probs", "entropies", "last", "sampler")
 
@@ -308,13 +307,9 @@ class PassSignals:
 def list_pass_signals(
     passes: Mapping[int, Mapping[str, Tensor]], rows: RecordBatch, lengths: list[int], args: Any
 ) -> list[pl.Series]:
-    """Return the passes as columns of a round's records; see `list_signals`.
+    """Return the passes, by the place of a row, as columns of a round's records; see `list_signals`.
 
-    Args:
-        passes: by the place of a row; rows that were dropped have none.
-        rows: the rows of the generation batch.
-        lengths: the tokens of each response.
-        args: TRL's settings, for the bounds of ratios.
+    Rows that were dropped have no pass; `lengths` are the tokens of each response.
     """
     observations: Any = rows.observations
     mask = observations["response_mask"].cpu()

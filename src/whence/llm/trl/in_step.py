@@ -15,7 +15,7 @@ import trl.trainer.utils as trl_utils
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from whence.core import RecordBatch
+from whence.core import RecordBatch, replace_attribute
 from whence.engines import Layer, LayerRule, LayerTensors, TrainingPass, dot, weigh
 from whence.llm.scores import RoundChooser
 from whence.llm.trl.completions import ROW, averages_rows, disable_autocast, measure_denominator, take_rows
@@ -206,11 +206,8 @@ class FusedHead(nn.Module):
         if self.function is None or not self.weight.requires_grad:
             yield
             return
-        setattr(trl_utils, _NAME, SimpleNamespace(apply=apply))
-        try:
+        with replace_attribute(trl_utils, _NAME, SimpleNamespace(apply=apply)):
             yield
-        finally:
-            setattr(trl_utils, _NAME, self.function)
 
 
 def _find_tokens(head: FusedHead, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:

@@ -129,15 +129,9 @@ def play_again(
 ) -> EpisodeReplay:
     """Play a stored episode again from its generator's state, and check what is observed.
 
-    Global random generators are left as they are.
-
-    Args:
-        make_env: makes the environment.
-        stored: the episode.
-        frames: the steps to draw, or "all".
-        last_step: the last step to play; None: all that are stored.
-        squashed: whether the policy squashes its actions, which are then scaled to the bounds.
-        inspect: called with the environment before each action.
+    Global random generators are left as they are. `frames` are the steps to draw, and `last_step` is the last one to
+    play. Actions that the policy has `squashed` are scaled to the bounds. `inspect` is called with the environment
+    before each action.
 
     Raises:
         ReplayError: the run noted no generator state, or the environment fails.

@@ -68,11 +68,7 @@ class Pool(NamedTuple):
     part: str | None = None
 
     def make(self, n_envs: int, seed: int) -> Any:
-        """Return the pool, with one thread.
-
-        Raises:
-            WhenceError: EnvPool is not installed, or does not have the environment or these settings.
-        """
+        """Return the pool, with one thread; a `WhenceError` if EnvPool lacks the environment or these settings."""
         # Box2D crashes the interpreter if it is imported after EnvPool (seen with EnvPool 1.2.5 and Box2D 2.3.10), not
         # before. Gymnasium imports it when one of its environments is made.
         if "envpool" not in sys.modules:

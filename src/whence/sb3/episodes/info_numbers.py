@@ -34,8 +34,7 @@ _OTHERS = frozenset((*_SB3S, "final_observation", "final_obs", "final_info", DIG
 class InfoNumbers:
     """The numbers in the infos of steps that were taken, each environment's own.
 
-    Attributes:
-        left_out: the keys of infos that are no columns, though they hold numbers.
+    `left_out` are the keys of infos that are no columns, though they hold numbers.
     """
 
     def __init__(self) -> None:
@@ -76,11 +75,7 @@ def warn_of_infos(left_out: set[Any], logged: set[str]) -> None:
 class InfoArrays:
     """The numbers in the infos of a batch of environments, as Isaac Lab's: arrays or tensors (n,), under any mapping.
 
-    Args:
-        count: the number of environments n.
-
-    Attributes:
-        left_out: the keys that are no columns, though they hold numbers, such as those of means over environments.
+    `left_out` are the keys that are no columns, though they hold numbers, such as those of means over environments.
     """
 
     def __init__(self, count: int) -> None:

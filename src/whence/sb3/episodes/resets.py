@@ -99,11 +99,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def _set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
-    """Put an environment's generator into a state that a reset's info held; not for one that is a seed.
-
-    Raises:
-        ReplayError: NumPy does not have this kind of generator.
-    """
+    """Put an environment's generator into a state that a reset's info held, and that is no seed."""
     kind = getattr(np.random, str(state.get("bit_generator")), None)
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
@@ -149,8 +145,7 @@ def _renew_world(env: Any) -> None:
 _Seen: TypeAlias = dict[str, NDArray[Any]] | list[int | None]
 """What environments show at a step: a copy, of which digests are made a rollout at a time, or the digests."""
 
-_SMALL = 4096
-"""Bytes of an observation up to which copies of a rollout take no memory that matters."""
+_SMALL = 4096  # bytes of an observation up to which copies of a rollout take no memory that matters
 
 
 class ResetTracker:
@@ -325,8 +320,7 @@ def _read_generator(env: gym.Env[Any, Any]) -> dict[str, Any] | None:
     return None
 
 
-_MOST = 512
-"""The most numbers in an attribute of a wrapper that is noted before each reset."""
+_MOST = 512  # the most numbers in an attribute of a wrapper that is noted before each reset
 
 
 def _read_wrappers(env: gym.Env[Any, Any]) -> list[tuple[str, Any]]:

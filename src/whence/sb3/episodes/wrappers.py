@@ -163,11 +163,7 @@ def find_object(name: str) -> Any:
 
 
 def check_factory(name: str | None) -> str | None:
-    """Return the name "module:function" of a function that makes a training's environment; None as it is.
-
-    Raises:
-        WhenceError: there is no such function.
-    """
+    """Return the name "module:function" of a function that makes an environment, or None; refuse any other."""
     if name is None:
         return None
     module, _, path = name.partition(":") if isinstance(name, str) else ("", "", "")
@@ -194,11 +190,7 @@ def select_options(create: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_parts(parts: Sequence[Part], **options: Any) -> gym.Env[Any, Any]:
-    """Make an environment from the parts that `describe_parts` returned, with the options that it takes.
-
-    Raises:
-        ReplayError: a part cannot be made again; the message names it.
-    """
+    """Make an environment from what `describe_parts` returned, with the options it takes; else a `ReplayError`."""
     env: Any = None
     for part in parts:
         name = part["class"].rpartition(":")[2]

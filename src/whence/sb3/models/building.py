@@ -57,18 +57,14 @@ def build_model(
     changes: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> Any:
-    """Return an untrained model like the one that a run trained.
+    """Return an untrained model like the one that a run trained, or refuse what is not known here.
 
     Args:
         run: the run.
         env: its environments; None: there are none, and the policy is built from the stored spaces.
-        changes: hyper-parameters in place of stored ones, such as functions, which are not stored. None: the model is
-            to score, not to train, and gets neither schedules nor the optimiser.
+        changes: hyper-parameters in place of stored ones, such as functions, which are not stored and have to be here.
+            None: the model is to score, not to train, and gets neither schedules nor the optimiser.
         device: where it is trained.
-
-    Raises:
-        RunDirectoryError: the configuration names an algorithm, a policy or a class that is not known here, or holds a
-            schedule that `changes` does not.
     """
     config = run.config
     if config.get("policy", "") is None:

@@ -185,11 +185,7 @@ Names = Mapping[str, Sequence[str]]
 
 
 def check_names(names: object) -> Names:
-    """Return the names that a user passes, by "actions" and "observations".
-
-    Raises:
-        WhenceError: they are something else.
-    """
+    """Return the names that a user passes by "actions" and "observations"; refuse anything else."""
     is_table = isinstance(names, Mapping) and names.keys() <= {"actions", "observations"}
     if not is_table or not all(map(_are_names, names.values())):  # type: ignore[attr-defined]
         raise WhenceError(
@@ -216,14 +212,10 @@ def read_names(model: Any, names: Names) -> dict[str, list[str]]:
 def name_spaces(
     names: Names, observations: spaces.Space[Any], actions: spaces.Space[Any], env: Any, frames: int = 1
 ) -> dict[str, list[str]]:
-    """Return the names that are known of actions and observations; see `read_names`.
+    """Return the names that are known of one environment's actions and observations; see `read_names`.
 
-    Args:
-        names: those that a user passed.
-        observations: the space of one environment's observations.
-        actions: the space of its actions.
-        env: an environment, or several, which may have names.
-        frames: how many frames an observation stacks.
+    `names` are those that a user passed, `env` one or several environments that may have some, and `frames` says how
+    many frames an observation stacks.
     """
     lists = {}
     for kind, space in {"actions": actions, "observations": observations}.items():

@@ -66,12 +66,7 @@ def repeat_states(states: Mapping[str, Tensor], env_index: int, count: int) -> R
 
 
 def add_history(records: RecordBatch, states: Mapping[str, Tensor]) -> RecordBatch:
-    """Return the records of a whole rollout, environment by environment, with the history that they make up.
-
-    Args:
-        records: n records that say where episodes begin, and of which environments they are.
-        states: see `History`.
-    """
+    """Return the records of a whole rollout, environment by environment, with the history that they make up."""
     assert records.episode_starts is not None
     assert records.env_index is not None
     starts = records.episode_starts.clone()
@@ -82,11 +77,7 @@ def add_history(records: RecordBatch, states: Mapping[str, Tensor]) -> RecordBat
 
 
 def prepare_sequences(records: RecordBatch) -> dict[str, Tensor]:
-    """Return the inputs of a recurrent policy that stand for the records' observations.
-
-    Raises:
-        InvalidRecords: the records have no history, or are not in it.
-    """
+    """Return a recurrent policy's inputs in place of observations; refuse records that are in no history."""
     history, ids = records.history, records.ids.cpu()
     if history is None:
         raise InvalidRecords(

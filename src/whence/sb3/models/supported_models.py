@@ -36,11 +36,7 @@ def original_class(model: Any) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """Refuse, by name and with the reason, a model whose rounds whence does not know how to score and filter.
-
-    Raises:
-        Unsupported: see the message.
-    """
+    """Refuse as `Unsupported`, by name and with the reason, a model whose rounds whence cannot score and filter."""
     name = type(model).__name__
     base = next((algorithm for algorithm in _ALGORITHMS if isinstance(model, algorithm)), None)
     if base is None:
@@ -66,11 +62,7 @@ def check_model(model: Any) -> None:
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse, by name and with the reason, a policy whose log-probs `actor_critic_view` would not compute.
-
-    Raises:
-        Unsupported: see the message.
-    """
+    """Refuse as `Unsupported` a policy whose log-probs `actor_critic_view` would not compute."""
     policy = unwrap_compiled(policy)
     if not isinstance(policy, ActorCriticPolicy | MaskableActorCriticPolicy):
         raise Unsupported(

@@ -1,8 +1,8 @@
 """A rollout as its environments returned it: rewards in their own units, time limits' bootstraps, numbers in infos."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from torch import Tensor
 
-from whence.core import add_observations, named_leaves
+from whence.core import add_observations, named_leaves, replace_attribute
 from whence.sb3.episodes import InfoNumbers, iterate_vec_wrappers
 
 
 class GivenRewards:
     """Rewards as the environments give them, inside of all wrappers, summed over the steps of each action.
 
-    It is an attribute of the environments while `noted` is open, and is copied with them.
+    It is an attribute of the environments while `note_rewards` is open, and is copied with them.
     """
 
     def __init__(self, env: VecEnv) -> None:
@@ -39,18 +39,9 @@ class GivenRewards:
         return rewards
 
 
-@contextmanager
-def note_rewards(env: VecEnv) -> Iterator[None]:
+def note_rewards(env: VecEnv) -> AbstractContextManager[None]:
     """Let `EnvironmentSteps` read the rewards that environments give, as long as this is open."""
-    attributes = vars(env.unwrapped)
-    before = attributes.get("step_wait")
-    attributes["step_wait"] = GivenRewards(env)
-    try:
-        yield
-    finally:
-        del attributes["step_wait"]
-        if before is not None:
-            attributes["step_wait"] = before
+    return replace_attribute(env.unwrapped, "step_wait", GivenRewards(env))
 
 
 def list_normalisers(env: VecEnv) -> list[VecNormalize]:
@@ -59,16 +50,10 @@ def list_normalisers(env: VecEnv) -> list[VecNormalize]:
 
 
 class EnvironmentSteps:
-    """The steps of a rollout, followed while it is collected.
+    """The steps of a rollout, followed while it is collected; it is made as that begins, inside of `note_rewards`.
 
     SB3's buffer holds something else: rewards that wrappers have scaled, and to which SB3 has added the value of the
-    last state where a time limit cut an episode; and normalised observations.
-
-    Args:
-        model: the model whose rollout begins, inside of `note_rewards`.
-
-    Attributes:
-        infos: the numbers in infos.
+    last state where a time limit cut an episode; and normalised observations. `infos` are the numbers in infos.
     """
 
     def __init__(self, model: Any) -> None:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
+from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state, replace_attribute
 from whence.sb3.models.building import preserve_model
 from whence.sb3.rounds.environment_steps import list_normalisers
-from whence.sb3.rounds.sampling import replace_samples
 from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 
 log = logging.getLogger("whence")
@@ -34,10 +33,7 @@ def check_observation(model: Any, observation: Any, first_record: int) -> None:
 def check_step(model: Any, variables: Mapping[str, Any], number: int, first_record: int) -> None:
     """Refuse an environment step's rewards and observations, local variables of `collect_rollouts`, in a round.
 
-    `first_record` is the id of the record at SB3's step 0.
-
-    Raises:
-        NonFinite: a number is not finite; the message names the record and its environment.
+    A `NonFinite` names the record and its environment. `first_record` is the id of the record at SB3's step 0.
     """
     rewards, observations = variables["rewards"], variables["new_obs"]
     if _is_finite(rewards) and _is_finite(observations):
@@ -124,7 +120,8 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
     last_first = [param for param in policy.parameters() if param.requires_grad][::-1]
     hook = policy.optimizer.register_step_pre_hook(check)
     try:
-        with replace_samples(buffer, note_samples), raise_if_refused("training", "Lower the learning rate."):
+        noting = replace_attribute(buffer, "_get_samples", note_samples)
+        with noting, raise_if_refused("training", "Lower the learning rate."):
             yield
     finally:
         hook.remove()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence.core import Unsupported, WhenceError
+from whence.core import Unsupported, WhenceError, replace_attribute
 from whence.sb3.models.recurrent import STATES
 from whence.sb3.models.supported_models import STAND_IN, original_class
 from whence.sb3.rounds.recorder import Recorder
@@ -71,11 +71,8 @@ def select_from(
             if recorder is not None:  # not reached if train() stops early
                 recorder.count_step()
 
-    buffer.get = get  # type: ignore[method-assign,assignment]
-    try:
+    with replace_attribute(buffer, "get", get):
         yield
-    finally:
-        del buffer.get  # the instance's, so that the class's is in effect again
 
 
 def _cut_sequences(
@@ -104,22 +101,9 @@ def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> tuple[NDArray[np.int64],
 
     A recurrent buffer rotates its records, and says where those of another environment begin; others say None.
     """
-    with replace_samples(buffer, lambda indices, env_change=None: (indices, env_change)):
+    with replace_attribute(buffer, "_get_samples", lambda indices, env_change=None: (indices, env_change)):
         (order,) = sb3_get(batch_size=None)
     return order  # type: ignore[no-any-return]
-
-
-@contextmanager
-def replace_samples(buffer: RolloutBuffer, get_samples: Callable[..., Any]) -> Iterator[None]:
-    """Let `buffer._get_samples` be another function inside; replacements may be nested."""
-    before = vars(buffer).get("_get_samples")
-    buffer._get_samples = get_samples  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del buffer._get_samples  # the instance's, so that the class's is in effect again
-        if before is not None:
-            buffer._get_samples = before  # type: ignore[method-assign]
 
 
 def cut_minibatches(

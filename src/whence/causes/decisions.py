@@ -66,11 +66,7 @@ class PlayedEpisode:
         return len(self.records)
 
     def target(self, step: int) -> Action:
-        """Return the decision at a step.
-
-        Raises:
-            WhenceError: the episode has no such step.
-        """
+        """Return the decision at a step, or raise a `WhenceError` if the episode has none."""
         if not 0 <= step < len(self):
             raise WhenceError(f"The episode with seed {self.seed} has steps 0 to {len(self) - 1}, and no step {step}.")
         return make_target([self.records.take(slice(step, step + 1))])

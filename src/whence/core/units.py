@@ -29,11 +29,7 @@ def resolve_unit(records: RecordBatch, unit: Unit | None) -> Unit:
 
 
 def label_units(records: RecordBatch, unit: Unit | None = "record") -> Int[Tensor, " n"]:
-    """Return the number of each record's unit, from 0, (n,) int64 on the CPU; `unit` is as in `resolve_unit`.
-
-    Raises:
-        InvalidRecords: the records do not say which of them belong together.
-    """
+    """Return the number of each record's unit, from 0, (n,) int64 on the CPU; `unit` is as in `resolve_unit`."""
     unit = resolve_unit(records, unit)
     if unit in ("record", "row"):
         return torch.arange(len(records))

@@ -179,11 +179,7 @@ class _SumOfOutputs(BatchTarget):
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of live tensors that operations made.
-
-    Attributes:
-        byte_counts: the bytes after each allocation and each release.
-    """
+    """Counts the bytes of live tensors that operations made: `byte_counts`, after each allocation and each release."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

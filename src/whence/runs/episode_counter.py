@@ -9,11 +9,7 @@ _EPISODES = 100  # last episodes that a round's mean return is of, as in Stable-
 
 
 class EpisodeCounter:
-    """Counts the episodes of environments from round to round.
-
-    Args:
-        next_id: the number of the next episode to begin.
-    """
+    """Counts the episodes of environments from round to round; `next_id` is the number of the next one to begin."""
 
     def __init__(self, next_id: int = 0) -> None:
         self.next_id, self._returns = next_id, deque[float](maxlen=_EPISODES)

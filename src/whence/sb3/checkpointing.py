@@ -245,11 +245,7 @@ def has_tensors(model: Any, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) -> str | None:
-    """Put a model and its environments where they were; if that cannot be had exactly, new episodes begin.
-
-    Returns:
-        Why new episodes begin; None: the ongoing episodes continue.
-    """
+    """Put a model and its environments where they were; return why new episodes begin instead, None if they do not."""
     content, env = checkpoint.content, model.env
     with tracker.wrapped():
         reason = explain_inexact(env)

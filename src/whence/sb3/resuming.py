@@ -86,11 +86,7 @@ def resume(
 
 
 def build_rule(stored: Any) -> SelectionRule:
-    """Return the rule of whence that a run's configuration holds, such as {"rule": "IIF", "drop": 0.5, "warmup": 0}.
-
-    Raises:
-        WhenceError: it is no rule of whence's with plain arguments.
-    """
+    """Return the rule of whence that a run's configuration holds, such as {"rule": "IIF", "drop": 0.5, "warmup": 0}."""
     try:
         return _build(stored)  # type: ignore[no-any-return]
     except (LookupError, TypeError, ValueError) as failure:

@@ -37,11 +37,7 @@ class NoMean(WhenceError):
 
 @dataclass(frozen=True, eq=False)
 class PartialTarget(WrappedTarget):
-    """A target on some of the records.
-
-    Attributes:
-        index: (m,) the positions of its records.
-    """
+    """A target on some of the records: those at the positions `index`, (m,)."""
 
     index: Int[Tensor, " m"] = field(repr=False)  # to print a tensor takes a millisecond
 
@@ -145,11 +141,7 @@ def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Ten
 def check_mean(
     name: str, scores: Float[Tensor, " n"], by_fold: Float[Tensor, "folds n"], sizes: Int[Tensor, " folds"]
 ) -> None:
-    """Refuse a target that is no mean over the records: a fold's part of it then is on another scale.
-
-    Raises:
-        NoMean: the mean of the folds' scores, by their sizes, is not the whole target's score.
-    """
+    """Refuse, as `NoMean`, a target that is no mean over the records: a fold's part of it is on another scale."""
     means = (by_fold * (sizes / sizes.sum()).to(by_fold.dtype)[:, None]).sum(dim=0)
     scale = float(by_fold.abs().max()) or 1.0
     if not torch.allclose(means, scores, rtol=1e-2, atol=1e-3 * scale):

@@ -184,11 +184,7 @@ def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
 
 
 def make_character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character; it pads on the left and adds no special token.
-
-    Args:
-        symbols: every character that has a token; others become `<unk>`.
-    """
+    """Return a tokenizer with a token for each of `symbols`, the rest being `<unk>`; it pads on the left."""
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     vocabulary = {token: index for index, token in enumerate((*special.values(), *symbols))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))

@@ -83,11 +83,7 @@ class Verdict(NamedTuple):
 
 
 def draw_problems(difficulty: Difficulty, count: int, generator: random.Random) -> list[str]:
-    """Draw different problems whose steps all have results from 0 to `difficulty.largest`.
-
-    Raises:
-        WhenceError: so many different problems were not found.
-    """
+    """Draw different problems whose steps all have results from 0 to `difficulty.largest`."""
     prompts: dict[str, None] = {}
     for _ in range(100 * count):
         if len(prompts) == count:
@@ -121,11 +117,7 @@ def _operands(sign: str, value: int, difficulty: Difficulty) -> range:
 
 
 def solution(prompt: str) -> list[str]:
-    """Return the parts of a right answer, which are separated by semicolons: the steps, then the result.
-
-    Raises:
-        WhenceError: the prompt is no problem that can be solved in whole numbers from 0 on.
-    """
+    """Return the parts of a right answer, between semicolons: the steps, then the result."""
     value, steps = _read_problem(prompt)
     parts = []
     for sign, operand in steps:
@@ -164,22 +156,14 @@ def answer(response: str) -> str | None:
 
 
 def check(prompt: str, response: str) -> Verdict:
-    """Judge a response, the text after the prompt without special tokens; any text is judged, and none is repaired.
-
-    Raises:
-        WhenceError: the prompt is no problem; see `solution`.
-    """
+    """Judge a response, the text after the prompt without special tokens; any text is judged, and none is repaired."""
     *steps, result = solution(prompt)
     right = answer(response) == result
     return Verdict(right, right and response.split(";")[:-1] == steps, _ANSWER.fullmatch(response) is not None)
 
 
 def reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """Return 1 for each response with the right result, else 0; the steps earn nothing.
-
-    Raises:
-        WhenceError: a prompt is no problem.
-    """
+    """Return 1 for each response with the right result, else 0; the steps earn nothing."""
     return [float(check(prompt, response).right) for prompt, response in zip(prompts, responses, strict=True)]
 
 

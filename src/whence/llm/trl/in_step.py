@@ -154,11 +154,7 @@ _NAME = "_ChunkedLogProbFunction"
 
 
 class FusedHead(nn.Module):
-    """A model's output layer as TRL uses it: it takes the numbers of a pass's tokens and returns their log-probs.
-
-    Args:
-        head: the output layer.
-    """
+    """A model's output layer, `head`, as TRL uses it: it takes the numbers of a pass's tokens and returns log-probs."""
 
     def __init__(self, head: Any) -> None:
         super().__init__()

@@ -243,11 +243,7 @@ def read_attributes(thing: Any) -> dict[str, Any]:
 
 
 def load_attributes(thing: Any, attributes: Mapping[str, Any]) -> list[str]:
-    """Set the attributes that `read_attributes` returned, as far as the wrapper has them.
-
-    Returns:
-        The names of those that could not be set: each holds something of another kind.
-    """
+    """Set what `read_attributes` returned; return the names of those that hold something of another kind."""
     # VecNormalize declares its last observation, and sets it at the first reset only.
     names = {*vars(thing), *getattr(type(thing), "__annotations__", ())}
     return [name for name, entry in attributes.items() if name in names and not _load(thing, name, entry)]

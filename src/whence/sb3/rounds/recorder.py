@@ -37,11 +37,7 @@ def model_objective(model: Any) -> Objective:
 
 
 class Recorder:
-    """Records a round while `train()` runs; the filtered `buffer.get` calls it at each epoch and minibatch.
-
-    Args:
-        model: the model that is about to be trained, whose optimiser has one group of parameters.
-    """
+    """Records a round while `model.train()` runs; the filtered `buffer.get` calls it at each epoch and minibatch."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

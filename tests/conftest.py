@@ -40,9 +40,10 @@ def _frozen_imports() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
+def _fixed_start() -> None:
     """Each test draws its own numbers, the same in every run and in every order."""
     torch.manual_seed(0)
+    torch.distributions.Distribution.set_default_validate_args(True)  # which torch.compile turns off
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -160,7 +160,10 @@ class TestScores:
             *("a2c", "values clipped", "target_kl", "dict observations", "masked actions", "RMSprop centred", "AdamW"),
             *("SGD with momentum", "SGD unclipped"),
             # Of these the replay is tested above, and the losses differ in nothing that is differentiated otherwise.
-            *(pytest.param(name, marks=pytest.mark.long) for name in ("advantages as they are", "continuous", "entropy")),
+            *(
+                pytest.param(name, marks=pytest.mark.long)
+                for name in ("advantages as they are", "continuous", "entropy")
+            ),
             *(pytest.param(name, marks=pytest.mark.long) for name in ("a short last minibatch", "filtered")),
         ],
     )

@@ -89,7 +89,10 @@ OBJECTIVES = {
     ("name", "lora"),
     [
         # That of values has an entropy, too.
-        *(pytest.param(name, None, marks=pytest.mark.long if name in ("entropy", "values") else ()) for name in OBJECTIVES),
+        *(
+            pytest.param(name, None, marks=pytest.mark.long if name in ("entropy", "values") else ())
+            for name in OBJECTIVES
+        ),
         *(pytest.param(name, 0.0, marks=() if name == "values" else pytest.mark.long) for name in OBJECTIVES),
     ],
 )

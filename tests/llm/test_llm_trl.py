@@ -164,8 +164,14 @@ class NotTheMiddle:
         return Keep([] if progress.round in (2, 3) else [0, 1]).select(records)
 
 
-@pytest.mark.parametrize(("scaled", "in_step"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(
+    ("kind", "scaled", "in_step"),
+    [
+        *(("grpo", *how) for how in ((False, False), (True, False), (True, True))),
+        *(pytest.param("rloo", *how, marks=pytest.mark.long) for how in ((False, False), (True, False))),
+        ("rloo", True, True),
+    ],
+)
 def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path, scaled, in_step):
     watch, how = Watch(), {"target": make_target(), "max_steps": 4, "weight_decay": 0.1}
     trainer = make_trainer(kind, tmp_path, NotTheMiddle(in_step), watch=watch, **how)
@@ -253,7 +259,11 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
 
 
 @pytest.mark.parametrize(
-    ("kind", "style"), [*(("grpo", s) for s in ("gpt2", "gpt_neo", "opt", "biogpt")), ("rloo", "llama")]
+    ("kind", "style"),
+    [
+        *(("grpo", "gpt2"), ("grpo", "opt"), ("rloo", "llama")),
+        *(pytest.param("grpo", style, marks=pytest.mark.long) for style in ("gpt_neo", "biogpt")),
+    ],
 )
 def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
     model = language_model(style, vocabulary=12)
@@ -334,8 +344,14 @@ def weigh_length(prompts, completions, weight, **columns):
 
 
 class TestRunDirectory:
-    @pytest.mark.parametrize("kind", TRAINERS)
-    @pytest.mark.parametrize("rule", [None, NonPositive()], ids=["none", "scored"])
+    @pytest.mark.parametrize(
+        ("kind", "rule"),
+        [
+            pytest.param("grpo", None, id="none-grpo"),
+            pytest.param("rloo", None, id="none-rloo", marks=pytest.mark.long),
+            *(pytest.param(kind, NonPositive(), id=f"scored-{kind}") for kind in TRAINERS),
+        ],
+    )
     def test_each_generation_batch_is_a_round(self, tmp_path, batches, kind, rule):
         more = {"run": tmp_path / "run", "about": {"arm": "mine"}, "num_iterations": 2, "max_steps": 4}
         trainer = make_trainer(kind, tmp_path / "trl", rule, **more)
@@ -461,7 +477,9 @@ TRL_PLACES = {
 
 
 class TestGoingOn:
-    @pytest.mark.parametrize("place", TRL_PLACES)
+    @pytest.mark.parametrize(
+        "place", [pytest.param(place, marks=pytest.mark.long if place == "generation" else ()) for place in TRL_PLACES]
+    )
     def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole_grpo, tmp_path, place, monkeypatch):
         *where, count = TRL_PLACES[place]
         with monkeypatch.context() as patch:
@@ -706,7 +724,7 @@ def test_refusals_are_the_trainers_where_something_is_selected(tmp_path):
         make_trainer("grpo", tmp_path, KeepAll(), select="in_step")
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])
 def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path):
     with in_mixed_precision():
         trainer = make_trainer(kind, tmp_path, NonPositive(), bf16=True, select="before", learning_rate=0.0)

@@ -1,5 +1,6 @@
 """Committed results: every table is what its command makes of the rows, and every interval of a text is in a table."""
 
+import functools
 import importlib
 import json
 import re
@@ -47,11 +48,17 @@ STATIC = ("README.md", "history.md", "judges.md", "groups.md", "estimators.md", 
 """Pages that no command makes from rows."""
 
 
+@functools.cache
+def summarise(study: str) -> tuple[Any, Any]:
+    """Return a sweep's results and their summary, which several tests read."""
+    results = load_sweep(RESULTS / study)
+    return results, summarise_sweep(results)
+
+
 def make_pages(study: str, out: Path) -> None:
     """Make the pages of a study from its rows."""
     if study in ("paper", "faithfulness/pays"):
-        results = load_sweep(out)
-        write_tables(results, summarise_sweep(results), out)
+        write_tables(*summarise(study), out)
     for name in MAKERS[study].split():
         importlib.import_module(f"studies.{name}").write_tables(out)
 
@@ -97,16 +104,16 @@ def first_three(results: Any) -> Any:
 
 
 def test_every_interval_of_the_papers_text_is_one_of_the_runs() -> None:
-    results = load_sweep(RESULTS / "paper")
+    results, summary = summarise("paper")
     # The text compares the first three seeds where an arm has no more.
-    known = {*list_intervals(summarise_sweep(results)), *list_intervals(summarise_sweep(first_three(results)))}
+    known = {*list_intervals(summary), *list_intervals(summarise_sweep(first_three(results)))}
     known |= read_intervals((RESULTS / "practice/tables.md").read_text(encoding="utf-8"))
     assert read_intervals((RESULTS / "paper/README.md").read_text(encoding="utf-8")) <= known
 
 
 @pytest.mark.long
 def test_every_interval_of_faithfulness_is_one_of_the_rows() -> None:
-    from studies.faithfulness.tables import summarise
+    from studies.faithfulness import tables
 
     folder = RESULTS / "faithfulness"
     written = [
@@ -114,8 +121,8 @@ def test_every_interval_of_faithfulness_is_one_of_the_rows() -> None:
     ]
     known = read_intervals("\n".join(written).replace("-", "−"))
     for node in (
-        summarise(folder),
-        summarise_sweep(load_sweep(folder / "pays")),
+        tables.summarise(folder),
+        summarise("faithfulness/pays")[1],
         json.loads((folder / "costs.json").read_text(encoding="utf-8")),
         read_list(folder / "datamodels.parquet", ("env", "optimizer")),
     ):
@@ -143,7 +150,7 @@ def test_every_interval_of_a_study_is_in_its_tables(study: str, first: str, last
 
 
 def test_a_run_of_the_paper_repeats(tmp_path: Path) -> None:
-    kept = load_sweep(RESULTS / "paper")["frozenlake"]["iif"][3]
+    kept = summarise("paper")[0]["frozenlake"]["iif"][3]
     lab.run(replace(kept.config, rounds=1), tmp_path / "run")
     again = RunDirectory.open(tmp_path / "run").table("evaluations")["test_return"].to_list()
     assert again == kept.tables["evaluations"]["test_return"].to_list()[:2]
@@ -151,7 +158,7 @@ def test_a_run_of_the_paper_repeats(tmp_path: Path) -> None:
 
 def test_the_demo_is_three_seeds_of_frozenlake() -> None:
     (demo,) = json.loads((RESULTS / "demo/summary.json").read_text(encoding="utf-8")).values()
-    lake = first_three(load_sweep(RESULTS / "paper"))["frozenlake"]
+    lake = first_three(summarise("paper")[0])["frozenlake"]
     again = summarise_sweep({"lake": {arm: lake[arm] for arm in demo}})["lake"]
     for arm, metrics in demo.items():
         for name in metrics.keys() - {"rt_peak", "rt_peak_paper"}:  # seconds differ from run to run

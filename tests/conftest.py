@@ -1,4 +1,6 @@
+import functools
 import gc
+import importlib.metadata
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +12,11 @@ import torch
 pytest.register_assert_rewrite("helpers")
 torch.set_num_threads(1)
 gc.disable()  # while libraries and tests are imported, of which all stays
+# Accelerate reads the metadata of PEFT whenever it asks whether it is there.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+if not torch.cuda.is_available():  # a seed would be kept for later with the stack that set it, for each kind of device
+    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *_, **__: None
 
 LONG = (
     *("test_docs.py", "test_experiments_llm.py", "test_explorer_browser.py", "test_faults.py", "test_llm_causes.py"),
@@ -20,6 +27,7 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take long first."""
+    gc.freeze()
     gc.enable()
     items.sort(key=lambda item: item.path.name not in LONG)
 

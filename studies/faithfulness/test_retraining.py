@@ -17,7 +17,7 @@ from whence.lab.rounds import attribute_round, draw_subsets, open_round, retrain
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
 
-@pytest.fixture(scope="module", params=["SGD", "Adam"])
+@pytest.fixture(scope="module", params=[pytest.param("SGD", marks=pytest.mark.long), "Adam"])
 def case(request: pytest.FixtureRequest) -> Any:
     model = model_of(request.param)
     return model, recorded(model)

@@ -17,7 +17,7 @@ from whence.lab.rounds.replay import Minibatch
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
 
-@pytest.fixture(scope="module", params=["SGD with momentum", "Adam"])
+@pytest.fixture(scope="module", params=[pytest.param("SGD with momentum", marks=pytest.mark.long), "Adam"])
 def gentle(request):
     """A round whose ratios stay far from the edge."""
     model = model_of(request.param, learning_rate=1e-4, max_grad_norm=0.5)

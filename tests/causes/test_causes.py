@@ -150,10 +150,14 @@ class Bandit(gym.Env):
         return self._observe(), 3.0 * pays + 0.1 * float(self.np_random.normal()), True, False, {}
 
 
+@pytest.fixture(scope="module")
+def bandit(tmp_path_factory):
+    return learn(tmp_path_factory.mktemp("bandit") / "run", Bandit(), rounds=12, learning_rate=3e-3)
+
+
 @pytest.mark.parametrize("method", ["influence", "nearest"])
-def test_a_planted_cause_is_found_again(tmp_path, method):
-    directory = learn(tmp_path / "run", Bandit(), rounds=12, learning_rate=3e-3)
-    causes = find_causes(directory, Action([1.0, 0.0], 1), method=method, env=Bandit)
+def test_a_planted_cause_is_found_again(bandit, method):
+    causes = find_causes(bandit, Action([1.0, 0.0], 1), method=method, env=Bandit)
     paid = causes["reward"].to_numpy() > 1.5
     trained = causes["keep"].to_numpy()
     assert 5 < (paid & trained).sum() < 0.15 * len(paid)

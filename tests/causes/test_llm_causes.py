@@ -213,7 +213,7 @@ class TestRules:
         ("name", "examples"),
         [
             pytest.param(name, examples, id=f"{name}-{count}", marks=() if count in short else pytest.mark.long)
-            for name, short in (("ppo", ["many"]), ("an adapter by tokens", ["one"]), ("grpo", ["one"]))
+            for name, short in (("ppo", ["many"]), ("an adapter by tokens", []), ("grpo", ["one"]))
             for count, examples in (("one", [QUESTION]), ("many", EXAMPLES))
         ],
     )
@@ -315,7 +315,7 @@ class TestCommand:
         assert best["prompt"][0] in text
         assert "Note" not in text
 
-    @pytest.mark.parametrize("by", ["influence", "nearest", "bm25"])
+    @pytest.mark.parametrize("by", [pytest.param("influence", marks=pytest.mark.long), "nearest", "bm25"])
     def test_as_json(self, runs, by):
         directory = runs("ppo")
         done = invoke("why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")

@@ -101,9 +101,9 @@ class TestTrl:
 
     @pytest.mark.parametrize("kind", ["grpo", "rloo"])
     def test_scores_computed_again_are_those_that_were_stored(self, tmp_path, kind):
-        train(tmp_path, kind, beta=0.1)
+        train(tmp_path, kind, beta=0.1, max_steps=8)
         run = RunDirectory.open(tmp_path / "run")
-        for number in (1, 3):
+        for number in (1, 2):
             table = run.round("records", number)
             worst = table.sort("score").row(0, named=True)
             explanation = explain_response(run, number, worst["record_id"])
@@ -111,14 +111,14 @@ class TestTrl:
             assert sum(explanation.parts) == pytest.approx(worst["score"], rel=1e-3)
 
     def test_an_adapters_first_round_is_not_known(self, tmp_path):
-        _, states = train(tmp_path, adapter=True)
+        _, states = train(tmp_path, adapter=True, max_steps=8)
         run = RunDirectory.open(tmp_path / "run")
-        assert [has_policy(run, number) for number in (1, 2, 3, 4)] == [False, True, True, True]
+        assert [has_policy(run, number) for number in (1, 2, 3)] == [False, True, True]
         parameters = dict(rebuild_round(run, 2, make_target=lambda task: None).model.named_parameters())
         trained = [name for name in parameters if parameters[name].requires_grad]
         assert len(trained) == 28
         assert all(torch.equal(parameters[name], states[4][name]) for name in trained)
-        assert find_causes(run, QUESTION, method="nearest")["round"].unique().to_list() == [2, 3]
+        assert find_causes(run, QUESTION, method="nearest")["round"].unique().to_list() == [2]
         with pytest.raises(RunDirectoryError, match=r"round 1 was not kept: the script began with .* a new adapter"):
             rebuild_round(run, 1, make_target=lambda task: None)
 
@@ -182,14 +182,14 @@ class TestTrl:
         assert invoke(*why, "--trust").exit_code == 0
 
     def test_the_command_proves_from_the_checkpoints(self, copy):
-        options = "--prompt", "ab", "--response", "cc", "--top", 4, "--seeds", 2, "--json"
+        options = "--prompt", "ab", "--response", "cc", "--top", 4, "--seeds", 1, "--json"
         printed = json.loads(invoke("prove", copy.path, *options, "--rounds", "2-3").stdout)
         means = {row["variant"]: row["value"]["mean"] for row in printed["outcomes"]}
         assert len(set(means.values())) == 4
         assert printed["stored"]["log-probability"] == pytest.approx(measure_trained(copy, QUESTION), abs=1e-5)
 
     def test_several_rewards_are_measured_in_one_pass(self, tmp_path, monkeypatch):
-        train(tmp_path, reward_funcs=[trl_training.reward, vowels], rule=None)
+        train(tmp_path, reward_funcs=[trl_training.reward, vowels], rule=None, max_steps=4)
         graders = tmp_path / "graders.py"
         graders.write_text(GRADERS)
         path, passes = tmp_path / "run", []
@@ -199,37 +199,22 @@ class TestTrl:
             return generate(*arguments)
 
         monkeypatch.setattr("whence.causes.language_retraining.generate", count)
-        options = [
-            "prove",
-            path,
-            "--prompt",
-            "ab",
-            "--response",
-            "cc",
-            "--top",
-            4,
-            "--seeds",
-            2,
-            "--answers",
-            9,
-            "--json",
-        ]
+        options = ["prove", path, "--prompt", "ab", "--response", "cc", "--top", 4, "--seeds", 1]
+        options += ["--answers", 9, "--json"]
         rewards = [f"{graders}:{name}" for name in ("length", "vowels")]
         together = json.loads(invoke(*options, "--reward", rewards[0], "--reward", rewards[1]).stdout)
-        assert len(passes) == 2 * 4 + 1
+        assert len(passes) == 4 + 1
         assert "Not measured: reward.reward. Name each one's function: --reward FILE.PY:FUNCTION." in together["notes"]
         assert [*together["verdicts"]] == ["log-probability", "reward.length", "reward.vowels"]
-        for name in rewards:
-            alone = json.loads(invoke(*options, "--reward", name).stdout)
-            outcome = f"reward.{name.rpartition(':')[2]}"
-            assert together["stored"][outcome] == alone["stored"]["reward"]
-            shared = [row for row in together["outcomes"] if row["outcome"] == outcome]
-            single = [row for row in alone["outcomes"] if row["outcome"] == "reward"]
-            assert [row["variant"] for row in shared] == ["all", "without", "random", "placebo"]
-            assert [(row["value"], row["change"]) for row in shared] == [
-                (row["value"], row["change"]) for row in single
-            ]
-            assert len({row["value"]["mean"] for row in shared}) > 1
+        alone = json.loads(invoke(*options, "--reward", rewards[1]).stdout)
+        assert together["stored"]["reward.vowels"] == alone["stored"]["reward"]
+        shared = [row for row in together["outcomes"] if row["outcome"] == "reward.vowels"]
+        single = [row for row in alone["outcomes"] if row["outcome"] == "reward"]
+        assert [row["variant"] for row in shared] == ["all", "without", "random", "placebo"]
+        assert [(row["value"], row["change"]) for row in shared] == [(row["value"], row["change"]) for row in single]
+        lengths = [row["value"] for row in together["outcomes"] if row["outcome"] == "reward.length"]
+        for values in (lengths, [row["value"] for row in shared]):
+            assert len({value["mean"] for value in values}) > 1
 
     def test_rewards_of_one_name_keep_their_files(self, copy, tmp_path):
         names = []
@@ -248,11 +233,11 @@ class TestTrl:
 
 def test_a_script_of_ppo(tmp_path):
     model = save_start(tmp_path / "start")
-    settings = {"rounds": 3, "save_every": 1, "keep_checkpoints": 9, "model": model}
+    settings = {"rounds": 2, "save_every": 1, "keep_checkpoints": 9, "model": model}
     trainer = language_training.make_trainer(tmp_path / "run", NonPositive(), select="before", **settings)
     trainer.train()
     run = RunDirectory.open(tmp_path / "run")
-    for number in (1, 3):
+    for number in (1, 2):
         record = run.round("records", number).sort("score")["record_id"][0]
         assert explain_response(run, number, record).note is None
     assert measure_trained(run, QUESTION) is None
@@ -262,4 +247,4 @@ def test_a_script_of_ppo(tmp_path):
     assert proof.stored["log-probability"] == pytest.approx(measure_trained(run, QUESTION), abs=1e-5)
     assert len({*map(str, proof.outcomes["log-probability"].values())}) > 1
     assert "whence why" in name_commands(ExploredRun(run))["why"]
-    assert find_causes(run, QUESTION)["round"].unique().to_list() == [1, 2, 3]
+    assert find_causes(run, QUESTION)["round"].unique().to_list() == [1, 2]

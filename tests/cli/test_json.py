@@ -31,9 +31,9 @@ DESCRIBED_ELSEWHERE = {f"{name}: {place}" for name in ("train", "llm train") for
 DESCRIBED_ELSEWHERE |= {"diff: differences[].a", "diff: differences[].b"}
 """What is copied from a run's files, which have a version of their own."""
 
-AGENT = "CartPole-v1 --rounds 2 --n-steps 256 --n-epochs 1 --eval-episodes 2"
+AGENT = "CartPole-v1 --rounds 2 --n-steps 128 --n-epochs 1 --eval-episodes 2"
 SMALL = "--arms ppo,iif --seeds 1 --rounds 1 --n-steps 64 --n-epochs 1 --eval-episodes 2 --workers 1"
-TINY = '--size tiny --settings \'{"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "save_every": 1}\''
+TINY = '--size tiny --settings \'{"rounds": 1, "batch_size": 8, "mini_batch_size": 4, "save_every": 1}\''
 LINES = {
     "train": f"train {AGENT} --run agent",
     "compare": f"compare FrozenLake-v1 {SMALL} --out compared",

@@ -73,7 +73,7 @@ class TestChangedPolicies:
             by_hand = sum(p * np.log(p / q) for p, q in zip(row["before"], row["after"], strict=True))
             assert row["divergence"] == pytest.approx(by_hand, abs=1e-6)
 
-    @pytest.mark.parametrize("action", ["box", "multidiscrete", "multibinary"])
+    @pytest.mark.parametrize("action", ["box", pytest.param("multidiscrete", marks=pytest.mark.long), "multibinary"])
     def test_other_actions(self, tmp_path, action):
         model = PPO("MlpPolicy", Toy(action=action), n_steps=32, batch_size=32, n_epochs=3, seed=0, device="cpu")
         model.learn(64, callback=InfluenceCallback(IIF(), run=tmp_path / "run"))

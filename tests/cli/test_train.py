@@ -125,7 +125,7 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.policy.state_dict().items())
 
 
-@pytest.mark.parametrize("env", ["FrozenLake-v1", "CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env", ["FrozenLake-v1", pytest.param("CartPole-v1", marks=pytest.mark.long), "Pendulum-v1"])
 def test_a_round_is_scored_again_as_it_was(env: str, lake: Path, tmp_path: Path) -> None:
     if env != "FrozenLake-v1":
         settings = ("--n-steps", 32, "--batch-size", 32, "--rounds", 3, "--selection", "nonpositive")

@@ -35,7 +35,7 @@ COMMANDS = {name: load_command(name, home) for name, home in TOP_COMMANDS.items(
     f"llm {name}": load_command(name, home) for name, home in LLM_COMMANDS.items()
 }
 
-LONG_PAGES = ("reference/command", "guide/tuning", "guide/llm", "guide/trust")
+LONG_PAGES = ("reference/command", "guide/tuning", "guide/llm", "guide/trust", "guide/compare", "guide/filter")
 
 STEPS = 64
 """Of an environment in a round, for the commands; rounds of the pages have 2048 records."""
@@ -170,7 +170,7 @@ def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, e
 @pytest.mark.parametrize(
     "page",
     [
-        # The reference and the guide to tuning repeat what others show; two guides train for long.
+        # The reference and three guides repeat what others show; two guides train for long.
         pytest.param(page, marks=pytest.mark.long if page in LONG_PAGES else ())
         for page in PAGES
         if command_lines(page)

@@ -108,7 +108,7 @@ def test_command_refuses_other_spaces(ppo: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("llm_ppo", [], "whence report run"),
+        pytest.param("llm_ppo", [], "whence report run", marks=pytest.mark.long),
         pytest.param("llm_ppo", ["--rule", "none"], "whence report run", marks=pytest.mark.long),
         ("llm_ppo", ["--rule", "ippo", "--lora", "2"], "whence report run"),
         ("llm_grpo", [], "Of the last 16 completions"),

@@ -39,7 +39,7 @@ TRL_KEEPS = {
     "save_steps": 1,
     "rounds": 3,
     "num_iterations": 2,
-    "per_device_train_batch_size": 32,
+    "per_device_train_batch_size": 16,
 }
 RUNS = {
     "ppo": {"arm": "ippo", "settings": KEEP_ALL},

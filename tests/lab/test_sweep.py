@@ -40,7 +40,7 @@ arms = ["ppo", "iif"]
 seeds = 2
 drop = [0.125, 1.0]
 rounds = 2
-eval_episodes = 20
+eval_episodes = 4
 hyperparameters = { n_steps = 64, batch_size = 32, n_epochs = 2, learning_rate = 0.01 }
 """
 
@@ -417,11 +417,15 @@ class TestWorkers:
     def test_one_that_is_killed_is_reported(self, tmp_path):
         long_run = configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), tmp_path / "run"
 
-        def kill(place, done):
-            (worker,) = multiprocessing.active_children()
-            os.kill(worker.pid, signal.SIGKILL)
+        def kill():
+            while not (workers := multiprocessing.active_children()):
+                time.sleep(0.01)
+            os.kill(workers[0].pid, signal.SIGKILL)
 
-        (found,) = run_all([long_run], 1, kill)
+        killing = threading.Thread(target=kill)
+        killing.start()
+        (found,) = run_all([long_run], 1, lambda *_: None)
+        killing.join()
         assert found == (0, "its process was ended by SIGKILL, perhaps for want of memory: try fewer workers")
 
     @pytest.fixture

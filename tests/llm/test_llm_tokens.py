@@ -41,7 +41,11 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("style", "lora"), [("gpt2", None), ("gpt2", 0.0), ("llama", None), ("llama", 0.1), ("qwen3", None)]
+    ("style", "lora"),
+    [
+        *(("gpt2", None), ("llama", 0.1), ("qwen3", None)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpt2", 0.0), ("llama", None))),
+    ],
 )
 def test_parts_and_scores_are_those_of_a_pass_for_each_token_without_padding(style: str, lora: float | None) -> None:
     model = language_model(style, lora=lora).eval()
@@ -84,7 +88,11 @@ OBJECTIVES = {
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
-        *((name, None) for name in OBJECTIVES),
+        # That of values has an entropy, too.
+        *(
+            pytest.param(name, None, marks=pytest.mark.long if name in ("entropy", "values") else ())
+            for name in OBJECTIVES
+        ),
         *(pytest.param(name, 0.0, marks=() if name == "values" else pytest.mark.long) for name in OBJECTIVES),
     ],
 )
@@ -147,7 +155,7 @@ def test_what_is_refused() -> None:
         score_tokens(model, rows.with_columns({"observations": columns}), target=SequenceReturn())
 
 
-@pytest.mark.parametrize("lora", [None, 0.1])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.long), 0.1])
 def test_parts_of_the_targets_rows_sum_to_the_score(lora: float | None) -> None:
     model = language_model("llama", lora=lora)
     rows = rows_for(model)

@@ -532,7 +532,7 @@ def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
         assert attended[width] == 1
 
 
-@pytest.mark.parametrize("as_rows", [lambda data: data, list])
+@pytest.mark.parametrize("as_rows", [pytest.param(lambda data: data, marks=pytest.mark.long), list])
 def test_rewards_get_the_columns_of_their_prompts(tmp_path, as_rows):
     seen = []
 

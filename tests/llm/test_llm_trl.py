@@ -81,11 +81,17 @@ def of_kept_alone(kind, trainer, state, batch, positions, weights, monkeypatch):
 
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
-WEIGHTED = pytest.mark.parametrize(("beta", "weights"), [(0.0, [2.0, 0.5, 1.0]), (0.1, None)])
+WEIGHTED, DIVERGING = (0.0, [2.0, 0.5, 1.0]), (0.1, None)
 
 
-@WEIGHTED
-@pytest.mark.parametrize("loss", [*LOSSES, "rloo"])
+@pytest.mark.parametrize(
+    ("loss", "beta", "weights"),
+    [
+        *((loss, *WEIGHTED) for loss in (*LOSSES, "rloo")),
+        *(pytest.param(loss, *DIVERGING, marks=() if loss == "dapo" else pytest.mark.long) for loss in LOSSES),
+        ("rloo", *DIVERGING),
+    ],
+)
 def test_a_step_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, beta, weights):
     kind, positions, watch = "rloo" if loss == "rloo" else "grpo", [0, 3, 6], Watch()
     more = {} if kind == "rloo" else {"loss_type": loss}
@@ -123,7 +129,7 @@ def test_completions_dropped_without_scores_cost_no_pass(tmp_path, rule, monkeyp
 @pytest.fixture(scope="module", params=TRAINERS)
 def plain_training(request, tmp_path_factory):
     """A training by TRL's own trainer: its kind, settings and parameters after it."""
-    settings = {"num_iterations": 2, "max_steps": 6, "max_grad_norm": 1.0}
+    settings = {"num_iterations": 2, "max_steps": 4, "max_grad_norm": 1.0}
     trainer = make_trainer(request.param, tmp_path_factory.mktemp("plain"), own=False, **settings)
     trainer.train()
     return request.param, settings, dict(trainer.model.named_parameters())
@@ -131,8 +137,12 @@ def plain_training(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("rule", "recorded"),
-    [(None, False), (KeepAll(), False), (DTV(leave_one_out=True, warmup=9), False), (ScoreAll(), True)],
-    ids=["none", "keep all", "dtv", "recorded"],
+    [
+        pytest.param(None, False, id="none"),
+        pytest.param(KeepAll(), False, id="keep all", marks=pytest.mark.long),
+        pytest.param(DTV(leave_one_out=True, warmup=9), False, id="dtv"),
+        pytest.param(ScoreAll(), True, id="recorded"),
+    ],
 )
 def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule, recorded):
     kind, settings, expected = plain_training
@@ -154,8 +164,14 @@ class NotTheMiddle:
         return Keep([] if progress.round in (2, 3) else [0, 1]).select(records)
 
 
-@pytest.mark.parametrize(("scaled", "in_step"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(
+    ("kind", "scaled", "in_step"),
+    [
+        *(("grpo", *how) for how in ((False, False), (True, False), (True, True))),
+        *(pytest.param("rloo", *how, marks=pytest.mark.long) for how in ((False, False), (True, False))),
+        ("rloo", True, True),
+    ],
+)
 def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path, scaled, in_step):
     watch, how = Watch(), {"target": make_target(), "max_steps": 4, "weight_decay": 0.1}
     trainer = make_trainer(kind, tmp_path, NotTheMiddle(in_step), watch=watch, **how)
@@ -184,8 +200,9 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted):
                 torch.nn.init.normal_(parameter, std=0.1)
     settings = {"temperature": 0.7, "beta": 0.05, "learning_rate": 0.0}
     settings |= {"loss_type": "dr_grpo"} if adapted and kind == "grpo" else {}
-    cases = [("ghost", target) for target in (SequenceReturn(), TokenReturn(), make_target())]
-    for engine, target in (*cases, ("in_step", make_target())):
+    targets = [make_target()] if adapted else [SequenceReturn()]
+    targets += [TokenReturn(), make_target()] if kind == "grpo" and not adapted else []
+    for engine, target in (*(("ghost", target) for target in targets), ("in_step", make_target())):
         how = {"target": target, "select": "before" if engine == "ghost" else None}
         trainer = make_trainer(kind, tmp_path, NonPositive(), model=copy.deepcopy(model), **how, **settings)
         if engine == "in_step":  # as with fp16
@@ -200,14 +217,19 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted):
         assert trainer.selection.keep.tolist() == (trainer.influence.scores > 0).tolist()
 
 
+BY_SEQUENCE = {"importance_sampling_level": "sequence"}
 OBJECTIVE_SETTINGS = [
     *({"loss_type": loss} for loss in LOSSES),
-    *({"loss_type": loss, "importance_sampling_level": "sequence"} for loss in LOSSES if loss != "vespo"),
-    {"loss_type": "grpo", "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+    *(
+        pytest.param({"loss_type": loss, **BY_SEQUENCE}, marks=() if loss in ("grpo", "sapo") else pytest.mark.long)
+        for loss in LOSSES
+        if loss != "vespo"
+    ),
+    {"loss_type": "grpo", **BY_SEQUENCE, "use_bias_correction_kl": False},
     {"loss_type": "dapo", "use_bias_correction_kl": False},
     {"loss_type": "cispo", "epsilon_high": 5.0},
     {"loss_type": "cispo", "epsilon_high": 0.28, "beta": 0.0},
-    {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0},
+    {"loss_type": "luspo", **BY_SEQUENCE, "beta": 0.0},
 ]
 
 
@@ -237,7 +259,11 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
 
 
 @pytest.mark.parametrize(
-    ("kind", "style"), [*(("grpo", s) for s in ("gpt2", "gpt_neo", "opt", "biogpt")), ("rloo", "llama")]
+    ("kind", "style"),
+    [
+        *(("grpo", "gpt2"), ("grpo", "opt"), ("rloo", "llama")),
+        *(pytest.param("grpo", style, marks=pytest.mark.long) for style in ("gpt_neo", "biogpt")),
+    ],
 )
 def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
     model = language_model(style, vocabulary=12)
@@ -318,8 +344,14 @@ def weigh_length(prompts, completions, weight, **columns):
 
 
 class TestRunDirectory:
-    @pytest.mark.parametrize("kind", TRAINERS)
-    @pytest.mark.parametrize("rule", [None, NonPositive()], ids=["none", "scored"])
+    @pytest.mark.parametrize(
+        ("kind", "rule"),
+        [
+            pytest.param("grpo", None, id="none-grpo"),
+            pytest.param("rloo", None, id="none-rloo", marks=pytest.mark.long),
+            *(pytest.param(kind, NonPositive(), id=f"scored-{kind}") for kind in TRAINERS),
+        ],
+    )
     def test_each_generation_batch_is_a_round(self, tmp_path, batches, kind, rule):
         more = {"run": tmp_path / "run", "about": {"arm": "mine"}, "num_iterations": 2, "max_steps": 4}
         trainer = make_trainer(kind, tmp_path / "trl", rule, **more)
@@ -445,7 +477,9 @@ TRL_PLACES = {
 
 
 class TestGoingOn:
-    @pytest.mark.parametrize("place", TRL_PLACES)
+    @pytest.mark.parametrize(
+        "place", [pytest.param(place, marks=pytest.mark.long if place == "generation" else ()) for place in TRL_PLACES]
+    )
     def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole_grpo, tmp_path, place, monkeypatch):
         *where, count = TRL_PLACES[place]
         with monkeypatch.context() as patch:
@@ -690,7 +724,7 @@ def test_refusals_are_the_trainers_where_something_is_selected(tmp_path):
         make_trainer("grpo", tmp_path, KeepAll(), select="in_step")
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])
 def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path):
     with in_mixed_precision():
         trainer = make_trainer(kind, tmp_path, NonPositive(), bf16=True, select="before", learning_rate=0.0)

@@ -78,7 +78,7 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
         assert_equal_models(chosen, train(tmp_path, kind, style, None, own=False, **settings))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])
 def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     settings = {"target": make_target(), "num_iterations": 2, "max_steps": 4}
     plain, calls = train(tmp_path, kind, "llama", None, own=False, **settings), itertools.count()
@@ -205,8 +205,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("rewards", ["plain", "flat"])
-@pytest.mark.parametrize("message", CHANGES)
+@pytest.mark.parametrize(
+    ("message", "rewards"),
+    [
+        *((message, "plain") for message in CHANGES),
+        *(pytest.param(message, "flat", marks=pytest.mark.long if CHANGES[message] else ()) for message in CHANGES),
+    ],
+)
 def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, monkeypatch, caplog, message, rewards):
     known, gradient, settings = find_function(), in_step._sum_rows, {}
     if (change := CHANGES[message]) is not None:

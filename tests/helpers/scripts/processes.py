@@ -87,7 +87,7 @@ def main(folder):
             save_file({k: v.contiguous() for k, v in copy_state(trainer).items()}, folder / f"{target}.safetensors")
             (folder / f"{target}.json").write_text(json.dumps({"rounds": rounds, "alike": alike}))
     ends = []
-    for name, parts in (("whole", (3,)), ("broken", (2, 3))):
+    for name, parts in (("whole", (2,)), ("broken", (1, 2))):
         for rounds in parts:
             settings = {"rounds": rounds, "mini_batch_size": 2, "reward": with_noise}
             trainer = make_trainer(folder / name, NonPositive(), **settings)
@@ -95,7 +95,7 @@ def main(folder):
         ends.append(copy_state(trainer))
     if first:
         same = all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-        texts = RunDirectory.open(folder / name).round("records", 3)["response"].to_list()
+        texts = RunDirectory.open(folder / name).round("records", 2)["response"].to_list()
         (folder / "resumed.json").write_text(json.dumps({"same": same, "responses": texts, "prompts": PROMPTS}))
 
 

@@ -114,8 +114,9 @@ def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, setti
     # The two rows that are compared at first share an entropy bonus, and differ from one alone; a quantile of their
     # entropies may differ, too.
     in_step = select is None and "entropy_coef" not in settings
-    counts = {2 if in_step else 0} | ({0} if "top_entropy_quantile" in settings else set())
-    assert len(ends) in counts  # one for each generation batch
+    if "top_entropy_quantile" in settings:
+        in_step = in_step and bool(ends)
+    assert len(ends) == (2 if in_step else 0)  # one for each generation batch
     assert scored.influence.engine == ("in_step" if in_step else "ghost")
     assert len(scored.rows) == 4 * settings.get("steps_per_generation", 2)
     advantages = scored.rows.advantages

@@ -232,7 +232,7 @@ def list_calls(command: str, path: Path, record: int, *, crossed: bool = False) 
 def _list_calls(command: str, path: Path, record: int, other: str, crossed: bool) -> Iterator[list[str]]:
     """Yield a command's words: each way to ask, without a part of the user's, and with all; if `crossed`, with each.
 
-    Otherwise each part stands alone in the last way. A page with `view` is read as one with `report`.
+    Otherwise each part stands alone in the last way, and for pages, which load an agent as other commands do, nowhere.
     """
     loaded = load_command(command.split()[-1], NAMES[command])
     known = [each for each in loaded.params if getattr(each, "rich_help_panel", None) != other]
@@ -245,7 +245,7 @@ def _list_calls(command: str, path: Path, record: int, other: str, crossed: bool
     parts = {name: PARTS.get(name, "mine:part") for name in texts if name[0] == "-" and name not in taken}
     together = {name: value for name, value in parts.items() if name in PARTS}
     ways = [way for way in WAYS if way.keys() <= options.keys() and not (way and command in BEGINNINGS)]
-    is_alone = command != "view" and path.name != "comparison"
+    is_alone = command not in ("view", "report") and path.name != "comparison"
     for way in ways:
         alone = parts.items() if crossed or (is_alone and way is ways[-1]) else ()
         for supplied in ({}, *({name: value} for name, value in alone), together):
@@ -286,9 +286,21 @@ CROSSED = pytest.mark.parametrize(
 )
 
 
+LIKE_OTHERS = (
+    *(("view", kind) for kind in ("a pool", "wrappers", "a comparison")),
+    *(("report", "a pool"), ("prove", "wrappers")),
+)
+"""What reaches code that another kind of run, or the page of the other command, reaches as well."""
+
+
 @CROSSED
-@pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("command", NAMES)
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        pytest.param(*pair, marks=pytest.mark.long if pair in LIKE_OTHERS else ())
+        for pair in itertools.product(NAMES, HOSTILE)
+    ],
+)
 def test_nothing_of_a_stranger_runs(command: str, kind: str, crossed: bool, stage: Path, whence: Any) -> None:
     path, record = make_hostile(stage, kind)
     codes = set()

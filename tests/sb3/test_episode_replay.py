@@ -45,7 +45,7 @@ HIGHWAY = {"vehicles_count": 10, "observation": {"type": "Kinematics", "vehicles
     "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in (*PRESETS, "highway")]
 )
 def test_every_record_of_the_six_environments_is_observed_again(tmp_path, name):
-    steps = {"highway": 64, "bipedalwalker": 2048}.get(name, 512)  # a walker's first falls would not show its world
+    steps = {"highway": 64, "bipedalwalker": 2048}.get(name, 256)  # a walker's first falls would not show its world
     settings = {"preset": f"lda-code/{name}", **({"collect_with": "gymnasium"} if name == "minigrid" else {})}
     if name == "highway":
         settings = {"env": "highway_env:highway-v0", "env_kwargs": {"config": HIGHWAY}}
@@ -86,7 +86,9 @@ PLAYED = {
 """Environments in training, what makes them again where their id does not, and how many records there are."""
 
 
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("Philox", "SFC64") else ()) for name in PLAYED]
+)
 def test_a_callbacks_run_is_played_again(tmp_path, name):
     make, again, count = PLAYED[name]
     directory = learn(tmp_path / "run", make())

@@ -74,7 +74,7 @@ class Keeping(gym.Wrapper):
         return observation, reward / self.counts.total(), terminated, truncated, info
 
 
-SLOW = ("a2c", "plain a2c", "a2c as tensorflow's", "masked", "masked dict", "frames")
+SLOW = ("a2c", "plain a2c", "a2c as tensorflow's", "masked", "masked dict", "frames", "recurrent", "dict", "schedule")
 """Models whose like is among the others, here or in TestResume."""
 
 

@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
-from whence import RunDirectory
+from whence import KeepAll, RunDirectory
 from whence.sb3 import InfluenceCallback, RecordResets
 
 GAIN = 0.5
@@ -34,7 +34,7 @@ def cart(**options):
 
 def train(run, env, rounds, *, seed=None, **options):
     model = PPO("MlpPolicy", env, n_steps=16, batch_size=16, n_epochs=1, seed=seed, device="cpu", **options)
-    model.learn(16 * rounds * model.n_envs, callback=InfluenceCallback(run=run))
+    model.learn(16 * rounds * model.n_envs, callback=InfluenceCallback(KeepAll(), run=run))
     model.env.close()
     return model
 

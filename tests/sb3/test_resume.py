@@ -249,8 +249,9 @@ class TestResume:
     )
     def test_from_the_directory_alone(self, tmp_path, name):
         make = make_linear if name == "linear schedule" else MODELS[name]
-        whole = train(make, tmp_path / "whole", folds=3)
-        train(make, tmp_path / "parts", until=0.7, folds=3)
+        folds = 3 if name == "linear schedule" else None  # errors of scores take most of the time
+        whole = train(make, tmp_path / "whole", folds=folds)
+        train(make, tmp_path / "parts", until=0.7, folds=folds)
         model, callback = resume(tmp_path / "parts", make().env)
         assert model.num_timesteps == 3 * model.n_steps * model.n_envs
         model.learn(total(model) - model.num_timesteps, callback=callback, reset_num_timesteps=False)

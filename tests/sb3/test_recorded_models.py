@@ -23,7 +23,6 @@ from whence.core import Unsupported
 from whence.sb3 import InfluenceCallback
 from whence.sb3.recorded_models import add_values
 
-
 STEPS = 140
 
 

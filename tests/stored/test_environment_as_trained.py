@@ -25,7 +25,6 @@ from whence.sb3.episodes import read_episode
 from whence.stored.agents import estimate_advantages, load_round, make_lockstep, measure_returns
 from whence.stored.agents.environments import action_labels, box_action_labels, state_names
 
-
 learn = partial(episodes.learn, rule=KeepAll())  # scores take longer than the rest
 
 

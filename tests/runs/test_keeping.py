@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
+from helpers.resuming import MODELS, RULE, STEPS, assert_same_model, assert_same_run, contents, total, train
 from whence import RunDirectory, cli
 from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError, WhenceError

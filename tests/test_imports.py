@@ -67,10 +67,27 @@ def test_a_command_is_imported_when_it_is_called():
     assert loaded & modules == {"whence.cli.commands.list_command"}
 
 
-def test_commands_load_no_library_that_language_models_alone_need():
-    places = {place.partition(":")[0] for place in COMMANDS.values()}
-    loaded = loaded_by("\n".join(f"import whence.cli.commands.{place}" for place in places))
-    assert not loaded & {"transformers", "trl", "datasets", "accelerate", "peft"}
+STEPS = {
+    "scoring": "import whence; whence.attribute",
+    "a configuration": "from whence.lab.agents import RunConfig; from whence.stored.language import LanguageConfig\n"
+    "RunConfig(env='CartPole-v1', arm='iif', seed=0)\n"
+    "LanguageConfig('ippo', 0, algorithm='grpo').rounds",
+    "commands": "\n".join({f"import whence.cli.commands.{place.partition(':')[0]}" for place in COMMANDS.values()}),
+}
+"""What one interpreter does after the other, which takes as long as the last."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Return the modules that are loaded after each of the steps."""
+    code = "\n".join(["import sys", *(f"{step}\nprint(*sys.modules)" for step in STEPS.values())])
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return dict(zip(STEPS, ({*line.split()} for line in out.splitlines()), strict=True))
+
+
+def test_commands_load_no_library_that_language_models_alone_need(loaded):
+    assert "whence.cli.commands.report_command" in loaded["commands"]
+    assert not loaded["commands"] & {"transformers", "trl", "datasets", "accelerate", "peft"}
 
 
 HEAVY = {"torch", "polars", "scipy", "stable_baselines3", "gymnasium", "transformers", "plotly", "jinja2"}
@@ -82,16 +99,13 @@ def test_help_and_lists_load_nothing_heavy(arguments):
     assert not loaded_by(code) & HEAVY
 
 
-def test_scoring_loads_neither_statistics_nor_fsdp():
+def test_scoring_loads_neither_statistics_nor_fsdp(loaded):
     slow = {"scipy", "torch.distributed.fsdp", "torch.distributed.tensor"}
-    assert not loaded_by("import whence; whence.attribute") & slow
+    assert "whence.scores.attribution" in loaded["scoring"]
+    assert not loaded["scoring"] & slow
 
 
-def test_a_configuration_loads_no_trainer():
-    loaded = loaded_by(
-        "from whence.lab.agents import RunConfig; from whence.stored.language import LanguageConfig\n"
-        "RunConfig(env='CartPole-v1', arm='iif', seed=0)\n"
-        "LanguageConfig('ippo', 0, algorithm='grpo').rounds"
-    )
+def test_a_configuration_loads_no_trainer(loaded):
     trainers = {f"whence.{name}" for name in ("lab.agents.training", "lab.language.training", "sb3.callback")}
-    assert not loaded & (trainers | {"whence.llm.ppo.trainer", "trl", "transformers"})
+    assert "whence.stored.language" in loaded["a configuration"]
+    assert not loaded["a configuration"] & (trainers | {"whence.llm.ppo.trainer", "trl", "transformers"})

@@ -220,6 +220,9 @@ def test_a_second_start_adds_rounds_and_another_loop_is_refused(tmp_path: Path) 
     train(tmp_path / "new", 1)
 
 
+WRITES = ("write_policy", "write_round", "append")
+
+
 def train_and_die(path: Path, write: str) -> None:
     """Train until a file of round 2 is written, and be killed."""
     whole = getattr(RunDirectory, write)
@@ -234,19 +237,39 @@ def train_and_die(path: Path, write: str) -> None:
     train(path)
 
 
-@pytest.mark.parametrize("write", ["write_policy", "write_round", "append"])
-def test_after_a_kill_files_are_whole_and_the_round_is_written_again(tmp_path: Path, write: str) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=train_and_die, args=(tmp_path / "run", write))
+def die_in_forks(path: Path) -> None:
+    """Train and be killed in a fork for each file, of a process in which all is loaded and polars has no threads."""
+    actor = make_actor()
+    view = whence.ModuleView(actor, read_actor)
+    whence.attribute(view, collect(actor, 0), target=whence.Return(), objective=OBJECTIVE)
+    for write in WRITES:
+        pid = os.fork()
+        if pid == 0:
+            train_and_die(path / write, write)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("killed")
+    process = multiprocessing.get_context("spawn").Process(target=die_in_forks, args=(path,))
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGKILL
-    run = RunDirectory.open(tmp_path / "run")
+    assert process.exitcode == 0
+    return path
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_after_a_kill_files_are_whole_and_the_round_is_written_again(killed: Path, write: str) -> None:
+    path = killed / write
+    run = RunDirectory.open(path)
     done = 1 + (write == "append")
     assert run.table("metrics")["round"].to_list() == [*range(1, done + 1)]
     assert [run.round("records", number).height for number in range(1, done + 1)] == [STEPS * ENVS] * done
     assert 2 in run.rounds("policies")
-    train(tmp_path / "run", 1)
-    run = RunDirectory.open(tmp_path / "run")
+    train(path, 1)
+    run = RunDirectory.open(path)
     assert run.table("metrics")["round"].to_list() == [*range(1, done + 2)]
     assert run.scan().collect()["record_id"].to_list() == [*range((done + 1) * STEPS * ENVS)]
 

@@ -32,11 +32,12 @@ def train(path, *, arm="iif", rounds=2, n_steps=256, **settings) -> RunDirectory
 
 
 def learn(
-    path, env, *, algorithm=PPO, policy="MlpPolicy", times=1, noted=MappingProxyType({}), **settings
+    path, env, *, algorithm=PPO, policy="MlpPolicy", times=1, rule=None, noted=MappingProxyType({}), **settings
 ) -> RunDirectory:
     small = {"batch_size": 64, "n_epochs": 1} if algorithm is PPO else {}
     model = algorithm(policy, env, n_steps=64, seed=1, device="cpu", **small, **settings)
-    callback = InfluenceCallback(IIF(drop=0.5), run=path, **noted)
+    rule = IIF(drop=0.5) if rule is None else rule
+    callback = InfluenceCallback(rule, run=path, folds=None, **noted)  # errors take longer than all else
     for turn in range(times):
         model.learn(2 * 64 * model.n_envs, callback=callback, reset_num_timesteps=turn == 0)
     return RunDirectory.open(path)

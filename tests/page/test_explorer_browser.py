@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -48,11 +49,30 @@ def files(tmp_path_factory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def tab(browser, files) -> Iterator:
+    with open_page(browser, files["one"]) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def language_tab(browser, files) -> Iterator:
+    with open_page(browser, files["language"]) as tab:
+        yield tab
+
+
 @pytest.fixture
-def page(browser, files) -> Iterator:
-    with open_page(browser, files["one"]) as page:
-        expect(page.locator(".card").first).to_be_visible()
-        yield page
+def page(tab, files) -> Any:
+    return reload(tab, files["one"].as_uri())
+
+
+def reload(tab, address) -> Any:
+    """Return a tab with its page as it opens: a tab for each test would take three times as long."""
+    assert tab.evaluate("window.hacked") is None
+    tab.goto("about:blank")
+    tab.goto(address)
+    expect(tab.locator(".card").first).to_be_visible()
+    return tab
 
 
 def expect_link(page, link):
@@ -432,10 +452,8 @@ class TestEveryone:
 
 class TestResponses:
     @pytest.fixture
-    def page(self, browser, files) -> Iterator:
-        with open_page(browser, files["language"]) as page:
-            expect(page.locator(".card").first).to_be_visible()
-            yield page
+    def page(self, language_tab, files) -> Any:
+        return reload(language_tab, files["language"].as_uri())
 
     def test_prompts_and_responses_are_shown_as_text(self, page):
         expect(page.locator(".card .what").first).to_have_text(f"Response {WORST} It. {HOSTILE}")
@@ -583,23 +601,29 @@ POLL = 3000
 """Milliseconds until a page asks again whether a run under way has new rounds."""
 
 
-@pytest.fixture
-def served(browser) -> Iterator:
-    """The page of a server by hand, and the server."""
-    server = Server()
+@pytest.fixture(scope="module")
+def live(browser) -> Iterator:
+    """A tab, the servers by hand of which the last one answers it, and what went wrong."""
+    servers, problems = [Server()], []
     context = browser.new_context(viewport={"width": 1600, "height": 900})
-    problems = []
-    context.route("**/*", server.answer)
-    page = context.new_page()
-    page.clock.install()  # so that a test need not wait until the page asks again
-    page.set_default_timeout(10_000)
-    page.on("console", lambda message: None if server.gone else problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(f"{LIVE}/")
-    expect(page.locator(".card").first).to_be_visible()
-    yield page, server
-    assert problems == []
+    context.route("**/*", lambda route: servers[-1].answer(route))
+    tab = context.new_page()
+    tab.clock.install()  # so that a test need not wait until the page asks again
+    tab.set_default_timeout(10_000)
+    tab.on("console", lambda message: None if servers[-1].gone else problems.append(message.text))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    yield tab, servers, problems
     context.close()
+
+
+@pytest.fixture
+def served(live) -> Iterator:
+    """The page of a server by hand, and the server."""
+    tab, servers, problems = live
+    tab.goto("about:blank")  # which asks the last server for nothing more
+    servers.append(Server())
+    yield reload(tab, f"{LIVE}/"), servers[-1]
+    assert problems == []
 
 
 class TestServed:

@@ -150,8 +150,23 @@ def wait_and_count(run, number, record, setting, check):
 
 
 @pytest.fixture(scope="module")
-def questions():
-    questions = Questions()
+def starts():
+    """What PYTHONSAFEPATH was as each process of `questions` started."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def questions(path, server, starts):
+    start = multiprocessing.util.spawnv_passfds
+
+    def watch(*args):
+        starts.append(os.environ.get("PYTHONSAFEPATH"))
+        return start(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", watch)
+        questions = Questions()
+        questions.ask(wait_and_count, ExploredRun(path / "lake"), 1, 3, None)
     yield questions
     questions.close()
 
@@ -165,9 +180,10 @@ class TestQuestions:
                 questions.ask(wait_and_count, run, 1, 0, None)
             ends.append(True)
 
+        before = questions._newest.value
         thread = threading.Thread(target=ask)
         thread.start()
-        while questions._newest.value < 1:
+        while questions._newest.value == before:
             time.sleep(0.01)
         answer = questions.ask(wait_and_count, run, 1, 7, "x")
         thread.join(20)
@@ -182,18 +198,7 @@ class TestQuestions:
         run.directory.write_round("records", 1, table_of(20))
         assert questions.ask(wait_and_count, run, 1, 3, None) is not first
 
-    def test_their_process_imports_nothing_from_the_working_directory(self, path, server, monkeypatch):
-        starts = []
-        start = multiprocessing.util.spawnv_passfds
-
-        def watch(*args):
-            starts.append(os.environ.get("PYTHONSAFEPATH"))
-            return start(*args)
-
-        monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", watch)
-        questions = Questions()
-        questions.ask(wait_and_count, ExploredRun(path / "lake"), 1, 3, None)
-        questions.close()
+    def test_their_process_imports_nothing_from_the_working_directory(self, questions, starts):
         assert starts == ["1"]
         assert "PYTHONSAFEPATH" not in os.environ
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
-from whence import IIF, RunDirectory, cli
+from helpers.resuming import MODELS, RULE, STEPS, assert_same_model, assert_same_run, contents, total, train
+from whence import RunDirectory, cli
 from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import RunRecorder, read_vocabulary
@@ -23,7 +23,7 @@ from whence.sb3 import InfluenceCallback
 
 
 def learn(path, steps, **options):
-    MODELS["walk"]().learn(steps, callback=InfluenceCallback(IIF(0.5), run=path, save_every=2, **options))
+    MODELS["walk"]().learn(steps, callback=InfluenceCallback(RULE, run=path, save_every=2, **options))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def refuse_total(path):
 
 
 def refuse_settings(path):
-    MODELS["schedule"]().learn(5 * STEPS, callback=InfluenceCallback(IIF(0.5), run=path))
+    MODELS["schedule"]().learn(5 * STEPS, callback=InfluenceCallback(RULE, run=path))
 
 
 def lose_checkpoints(path):
@@ -70,7 +70,7 @@ def lose_tables_and_checkpoints(path):
 def fail_later(path):
     model = MODELS["walk"]()
     model.env.step_wait = lambda: pytest.fail("the environment is broken")
-    learn_with = InfluenceCallback(IIF(0.5), run=path, save_every=2)
+    learn_with = InfluenceCallback(RULE, run=path, save_every=2)
     try:
         model.learn(total(model), callback=learn_with)
     except BaseException as failure:

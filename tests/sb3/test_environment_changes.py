@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
-from whence import RunDirectory
+from whence import KeepAll, RunDirectory
 from whence.sb3 import InfluenceCallback, RecordResets
 
 GAIN = 0.5
@@ -34,7 +34,7 @@ def cart(**options):
 
 def train(run, env, rounds, *, seed=None, **options):
     model = PPO("MlpPolicy", env, n_steps=16, batch_size=16, n_epochs=1, seed=seed, device="cpu", **options)
-    model.learn(16 * rounds * model.n_envs, callback=InfluenceCallback(run=run))
+    model.learn(16 * rounds * model.n_envs, callback=InfluenceCallback(KeepAll(), run=run))
     model.env.close()
     return model
 
@@ -218,6 +218,12 @@ def test_what_differs_is_named_before_anything_is_trained(form, tmp_path, caplog
     (note,) = RunDirectory.open(tmp_path).notes["resumed"]
     assert note["reason"].startswith(change)
     assert note["after_round"] == 3
+
+
+def test_a_change_back_is_named_and_the_new_value_is_kept(tmp_path, caplog):
+    make, _ = FORMS["dict"]
+    train(tmp_path, make(0.5), 3)
+    train(tmp_path, make(0.9), 4)
     train(tmp_path, make(0.5), 4)
     assert "All 4 rounds were made before this changed" in caplog.text
     caplog.clear()
@@ -262,8 +268,14 @@ SAME = {
 
 
 @pytest.mark.filterwarnings("ignore")  # Box2D's import ends the process if its warning is an error
-@pytest.mark.parametrize("name", SAME)
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=pytest.mark.long if (number + place) % 2 else ())
+        for number, seed in enumerate([None, 1])
+        for place, name in enumerate(SAME)
+    ],
+)
 def test_of_the_same_environment_nothing_is_said(name, seed, tmp_path, caplog):
     for rounds in (1, 2, 3):
         train(tmp_path, SAME[name](), rounds, seed=seed)

@@ -95,7 +95,7 @@ class Halved(FlattenExtractor):
     "case", [pytest.param(case, marks=pytest.mark.long if case in ("image", "gsde") else ()) for case in CASES]
 )
 def test_scores_are_those_of_the_librarys_own_loss(case: str) -> None:
-    toy = toys.model(RecurrentPPO, n_envs=2, n_steps=12, **CASES[case])
+    toy = toys.model(RecurrentPPO, n_envs=2, n_steps=8, batch_size=8, **CASES[case])
     if case == "replaced extractor":
         toy.policy.features_extractor = Halved(toy.observation_space)
     collect(toy)  # so that sequences begin in states other than zeros
@@ -129,8 +129,8 @@ def test_parts_of_a_rollout_score_as_in_it() -> None:
 
 
 def test_recording_changes_nothing_and_dropping_masks_the_loss_alone(tmp_path: Path) -> None:
-    plain = make_model().learn(4 * 2 * STEPS)
-    recorded = make_model().learn(4 * 2 * STEPS, callback=InfluenceCallback(run=tmp_path / "run", folds=3))
+    plain = make_model().learn(2 * 2 * STEPS)
+    recorded = make_model().learn(2 * 2 * STEPS, callback=InfluenceCallback(run=tmp_path / "run", folds=3))
     for name, tensor in plain.policy.state_dict().items():
         assert torch.equal(tensor, recorded.policy.state_dict()[name]), name
 
@@ -151,10 +151,10 @@ def test_recording_changes_nothing_and_dropping_masks_the_loss_alone(tmp_path: P
 
         buffer._get_samples = get_samples
 
-    selected = make_model().learn(4 * 2 * STEPS, callback=Noting(whence.IIF(drop=0.5)))
-    assert len(keeps) == 4
+    selected = make_model().learn(2 * 2 * STEPS, callback=Noting(whence.IIF(drop=0.5)))
+    assert len(keeps) == 2
     assert not any(keep.all() for keep in keeps)
-    masked = make_model().learn(4 * 2 * STEPS, callback=toys.OnRolloutEnd(mask))
+    masked = make_model().learn(2 * 2 * STEPS, callback=toys.OnRolloutEnd(mask))
     for name, tensor in masked.policy.state_dict().items():
         assert torch.equal(tensor, selected.policy.state_dict()[name]), name
         assert not tensor.numel() or not torch.equal(tensor, plain.policy.state_dict()[name]), name

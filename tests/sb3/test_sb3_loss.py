@@ -1,5 +1,6 @@
 """Scores against SB3's own loss: the gradient that `train()` itself would take on each record, by autograd."""
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -74,9 +75,14 @@ def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto", befor
     return records
 
 
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("shared", [True, False])
+CELLS = [
+    # Each observation and each action stands in a cell with sharing and in one without; the rest is long.
+    pytest.param(*cell, marks=() if cell[:2] in zip(ACTIONS, OBSERVATIONS, strict=True) else pytest.mark.long)
+    for cell in itertools.product(ACTIONS, OBSERVATIONS, [True, False])
+]
+
+
+@pytest.mark.parametrize(("action", "observation", "shared"), CELLS)
 def test_ppo(observation: str, action: str, shared: bool) -> None:
     toy = model(observation=observation, action=action, shared=shared)
     records = check_scores(toy, ent_coef=0.01)

@@ -4,6 +4,7 @@ import importlib
 import shutil
 import sys
 from contextlib import closing
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -13,8 +14,9 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
-from helpers.episodes import Jittery, check_all, learn
-from whence import ReplayError, RunDirectoryError, replay_episode
+from helpers import episodes
+from helpers.episodes import Jittery, check_all
+from whence import KeepAll, ReplayError, RunDirectoryError, replay_episode
 from whence.causes import play_episode
 from whence.core import WhenceError
 from whence.runs import RunDirectory
@@ -22,6 +24,8 @@ from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.episodes import read_episode
 from whence.stored.agents import estimate_advantages, load_round, make_lockstep, measure_returns
 from whence.stored.agents.environments import action_labels, box_action_labels, state_names
+
+learn = partial(episodes.learn, rule=KeepAll())  # scores take longer than the rest
 
 
 def cart(**kwargs):
@@ -333,7 +337,7 @@ def test_a_run_that_goes_on_in_an_edited_environment_says_so(tmp_path, build, ca
         env = DummyVecEnv([make]) if kind is DummyVecEnv else SubprocVecEnv([lambda: RecordResets(make())], "fork")
         with closing(env):
             model = PPO("MlpPolicy", env, n_steps=64, batch_size=64, n_epochs=1, seed=1, device="cpu")
-            model.learn(total, callback=InfluenceCallback(run=tmp_path / "run"))
+            model.learn(total, callback=InfluenceCallback(KeepAll(), run=tmp_path / "run"))
         return RunDirectory.open(tmp_path / "run")
 
     train(build(), 128)

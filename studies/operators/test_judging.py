@@ -128,6 +128,7 @@ def test_checks_say_what_is_wrong_with_an_environment() -> None:
     assert any("observation" in text for text in faulty - healthy)
 
 
+@pytest.mark.long  # what it puts together is tested above, part by part
 def test_a_run_is_trained_judged_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ROUNDS", 5)
     monkeypatch.setattr(judging, "boost", lambda records: [])  # its library is not installed everywhere

@@ -74,7 +74,7 @@ STEPS = {
     "LanguageConfig('ippo', 0, algorithm='grpo').rounds",
     "commands": "\n".join({f"import whence.cli.commands.{place.partition(':')[0]}" for place in COMMANDS.values()}),
 }
-"""What one interpreter does after the other, which takes as long as the last."""
+"""What one interpreter does, step after step; what it has loaded is noted after each."""
 
 
 @pytest.fixture(scope="module")

@@ -232,7 +232,8 @@ def list_calls(command: str, path: Path, record: int, *, crossed: bool = False) 
 def _list_calls(command: str, path: Path, record: int, other: str, crossed: bool) -> Iterator[list[str]]:
     """Yield a command's words: each way to ask, without a part of the user's, and with all; if `crossed`, with each.
 
-    Otherwise each part stands alone in the last way, and for pages, which load an agent as other commands do, nowhere.
+    Otherwise each part stands alone in the last way; for pages, which load an agent as other commands do, and for
+    comparisons nowhere.
     """
     loaded = load_command(command.split()[-1], NAMES[command])
     known = [each for each in loaded.params if getattr(each, "rich_help_panel", None) != other]

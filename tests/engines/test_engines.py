@@ -22,8 +22,8 @@ ACTIONS = ("discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed"
 
 TURNS = [*zip(OBSERVATIONS, ACTIONS, itertools.cycle((True, False)), strict=False)]
 CELLS = [
-    # All cells are held against SB3's own loss in test_sb3_loss.py. Here, each observation and action stands in a cell,
-    # by turns with sharing and without; the rest is long.
+    # In long tests all cells are held against SB3's own loss, in test_sb3_loss.py. Here, each observation and action
+    # stands in a cell, by turns with sharing and without; the rest is long.
     pytest.param(*cell, marks=() if cell[1:] in TURNS else pytest.mark.long)
     for cell in (
         *itertools.product([PPO], OBSERVATIONS, ACTIONS, [True, False]),

@@ -418,11 +418,12 @@ class TestWorkers:
         long_run = configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), tmp_path / "run"
 
         def kill():
-            while not (workers := multiprocessing.active_children()):
+            while not (long_run[1] / "metrics.parquet").exists():  # in mid-run
                 time.sleep(0.01)
-            os.kill(workers[0].pid, signal.SIGKILL)
+            (worker,) = multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGKILL)
 
-        killing = threading.Thread(target=kill)
+        killing = threading.Thread(target=kill, daemon=True)  # lest a run that fails at once waits for ever
         killing.start()
         (found,) = run_all([long_run], 1, lambda *_: None)
         killing.join()

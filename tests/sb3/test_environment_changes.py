@@ -220,8 +220,9 @@ def test_what_differs_is_named_before_anything_is_trained(form, tmp_path, caplog
     assert note["after_round"] == 3
 
 
-def test_a_change_back_is_named_and_the_new_value_is_kept(tmp_path, caplog):
-    make, _ = FORMS["dict"]
+@pytest.mark.parametrize("form", ["closure", "dict"])
+def test_a_change_back_is_named_and_the_new_value_is_kept(form, tmp_path, caplog):
+    make, _ = FORMS[form]
     train(tmp_path, make(0.5), 3)
     train(tmp_path, make(0.9), 4)
     train(tmp_path, make(0.5), 4)

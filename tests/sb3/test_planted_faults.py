@@ -239,7 +239,7 @@ NAMED = {
 ALONE = "environment", "RLlib"
 """Ways that record one environment, which has no copies to compare actions with."""
 
-SHORT = ("vector", "none"), ("vector", "swap"), ("loop", "limit"), ("loop", "zero")
+SHORT = ("vector", "none"), ("vector", "swap"), ("loop", "none"), ("loop", "limit")
 """What is not left to long tests: reading a run takes seconds."""
 
 

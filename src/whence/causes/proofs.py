@@ -281,7 +281,7 @@ def list_trained(tables: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
 
 
 def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
-    """Return the records to leave out that trained, in order; refuse none, or more than half of a round."""
+    """Return the records to leave out that trained, in order; refuse it if none did, or more than half of a round."""
     chosen = left_out.select(KEYS).unique().join(trained.select(KEYS), on=KEYS, how="semi").sort(KEYS)
     if chosen.is_empty():
         raise WhenceError(

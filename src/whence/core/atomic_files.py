@@ -16,7 +16,7 @@ from whence.core.errors import RunDirectoryError
 
 
 def require_file(path: Path) -> Path:
-    """Return the path of a file about to be read, if it is a regular one: a pipe lets its reader wait for ever."""
+    """Return the path of a file to read; raise an `OSError` if it is no regular one: a pipe's reader waits for ever."""
     if not stat.S_ISREG(mode := path.stat().st_mode):
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no regular file", str(path))
     return path

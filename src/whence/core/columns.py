@@ -46,7 +46,7 @@ def take(tree: Tree, index: Tensor | slice | int) -> Tree:
 
 
 def flatten_rollout(columns: Mapping[str, Any]) -> dict[str, Tree]:
-    """Return a rollout's columns as `RecordBatch` has them, see there; one of other axes is an `InvalidRecords`."""
+    """Return a rollout's columns as `RecordBatch` has them, see there; other axes raise an `InvalidRecords`."""
     if (shape := columns["log_probs"].shape)[1:] == ():
         raise InvalidRecords(f"log_probs came with shape {tuple(shape)}; (steps, environments) is needed.")
     steps, environments = shape[:2]

@@ -92,7 +92,7 @@ def suggest(name: str, known: Iterable[str], *, otherwise: str | None = None) ->
 
 
 def require_names(package: str, thing: object, names: Iterable[str]) -> None:
-    """Refuse, as `Unsupported`, a release of a package of which an object lacks names that whence relies on."""
+    """Raise an `Unsupported` if `thing`, of the installed release of `package`, lacks a name that whence needs."""
     if missing := [name for name in names if not hasattr(thing, name)]:
         raise Unsupported(
             f"{package} {version(package)} has no `{missing[0]}`, which whence needs. Install an earlier release of "

@@ -42,8 +42,8 @@ def subtract_own_parts(
     """Return the products with means over the other units than each record's own; 0 where there are none.
 
     A mean over the others is `(total mean - own part) / (total - own weight)`, of the weights of all records. The
-    targets are each a `MeanTarget`, and units are numbers from 0. Where processes hold the parameters in shards it is
-    `Unsupported`.
+    targets are each a `MeanTarget`, and units are numbers from 0. Parameters in shards raise
+    an `Unsupported`.
     """
     if is_in_shards(problem.parameters.values()):
         raise Unsupported(
@@ -91,7 +91,7 @@ def _solve_own_parts(
 
 
 def _solve_record_by_record(problem: Problem) -> Float[Tensor, "targets n"]:
-    """Return each record's product with the gradient of its own value of each target, as an engine does."""
+    """Return each record's product with its own gradient of each target, or raise `Refused`, as an engine does."""
     layers, columns = covered_layers(problem.modules, problem.parameters), []
     for part in problem.parts():
         tape = record_pass(part, layers)

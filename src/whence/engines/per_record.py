@@ -50,7 +50,7 @@ def multiply(one: Gradient, other: Gradient, problem: Problem) -> Tensor:
 
 
 def vmap(problem: Problem) -> Float[Tensor, "targets n"]:
-    """Return the products from per-record gradients by reverse mode, many records a pass: fast, with much memory."""
+    """Return the products from per-record gradients, many a pass: fast, with much memory, by torch.func."""
     gradients = target_gradients(problem)
     return torch.cat([_compute_products(part, gradients) for part in problem.parts()], dim=1)
 

@@ -49,7 +49,8 @@ def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
     one, two, four, ... rounds are compared, too, since a reward may be lost in these. If their units are few, the
     chance is the share of permutations of all units, which are exchangeable where nothing changes. What falls may also
     be a number that a reward logged; a column of the data set is the same for all responses to a prompt. A reward stays
-    low if it hardly changes and ends in the lower half of its range, while the other rises by half of its.
+    low if it hardly changes and ends in the lower half of its range, while the other rises by half of its. Few rounds,
+    or one reward, raise a `CannotTellError`.
     """
     table = _read_numbers(run)
     rounds = np.unique(table["round"].to_numpy()) if len(table) else np.array([])

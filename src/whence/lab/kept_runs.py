@@ -183,7 +183,7 @@ def summarise_sweep(results: Results) -> dict[str, Any]:
 def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return a file's rows by the values of some of their names, in their order; none if there is no such file.
 
-    Values of `keys` are texts or whole numbers, and together belong to one row. Other files are a `RunDirectoryError`.
+    Values of `keys` are texts or whole numbers, and together belong to one row. Others raise a `RunDirectoryError`.
     """
     if not path.exists():
         return {}

@@ -27,7 +27,7 @@ def load_template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {
         "unpack_js": Markup(read_asset("unpack.js")),
-        "pack_library": cache(lambda name: compress_text(read_library(name))),  # half of the time of a small page
+        "pack_library": cache(lambda name: compress_text(read_library(name))),  # half of a small page's time
         "read_licence": lambda name: read_asset(f"vendor/{name}/LICENSE"),
     }
     return environment.from_string(read_asset("template.html"))

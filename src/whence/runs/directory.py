@@ -365,7 +365,7 @@ class RunDirectory:
         return sorted(number for _, number in files.list_numbered(self.path / name))
 
     def require_rounds(self, numbers: Collection[int] = (), *, name: PerRound | RoundTensors = "records") -> list[int]:
-        """List the rounds of which there are records, or other files; refuse none, and a lack of one of `numbers`."""
+        """List the rounds of which there are records, or other files; refuse a lack of any, or of one of `numbers`."""
         rounds = self.rounds(name)
         if not rounds and self.rounds():
             remedy = f"Restore {name}/ from a copy."

@@ -215,7 +215,7 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
 
 
 def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder | None) -> bool:
-    """Return whether a model is another than was scored; refuse it if a run, or a rule's state, is the other's."""
+    """Return whether a model is neither the scored one nor a copy; refuse that if a run or a rule's state is of it."""
     if model is scored or has_tensors(model, named_tensors(scored.policy)):
         return False
     if recorder is not None or hasattr(rule, "load_state_dict"):

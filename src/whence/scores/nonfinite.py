@@ -70,7 +70,7 @@ def check_parameters(params: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def raise_if_refused(what: str, remedy: str) -> Iterator[None]:
-    """Raise a `NonFinite` that says `what` diverged if torch's distributions refuse a policy's outputs inside."""
+    """Raise a `NonFinite`: `what` diverged, and `remedy`; if torch's distributions refuse a policy's outputs inside."""
     try:
         yield
     except ValueError as error:

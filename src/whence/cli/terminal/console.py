@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 def print_json(content: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Print an object as JSON after its `schema`: nothing else goes to standard output. What is not finite is null."""
+    """Print an object as JSON after its `schema`, alone, in a line if `indent` is None. What is not finite is null."""
     finite = json.loads(json.dumps({"schema": SCHEMA, **content}, default=str), parse_constant=lambda name: None)
     typer.echo(json.dumps(finite, indent=indent))
 

@@ -26,7 +26,7 @@ def exit_on_findings(checks: Sequence[Check], rank: Rank | None) -> None:
 
 
 def print_findings(checks: Sequence[Check], not_read: Sequence[str] = ()) -> None:
-    """Print findings with their rank, evidence, advice and records; then what was looked at, and not read of logs."""
+    """Print findings with their rank, evidence, advice and records; then what was looked at, and log names not read."""
     findings = choose_findings(checks)
     for number, one in enumerate(findings, start=1):
         title = Text.assemble((one.rank, _STYLES[one.rank]), make_printable(f": {one.title}."))

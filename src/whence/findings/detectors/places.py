@@ -69,7 +69,7 @@ FLOOR = 0.01
 
 
 def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
-    """Return the states that have a next one, the standardised change to it, and their rows."""
+    """Return states that have a next one, the standardised change to it, and their rows; or raise `CannotTellError`."""
     rows = np.flatnonzero(evidence.has_next)
     if len(rows) < LEAST_RECORDS:
         raise CannotTellError(f"there are {len(rows)} steps, and {LEAST_RECORDS} are needed")
@@ -80,7 +80,7 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
 
 
 def list_lags(evidence: Evidence, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return by how many steps something may be late, and the places in `rows` of steps that have one before them."""
+    """Return by how many steps something may be late, and for each the places in `rows`; or raise `CannotTellError`."""
     episodes = evidence.episodes[rows]
     lags = [
         (lag, lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag])))
@@ -345,7 +345,8 @@ def compare_with_others(
 def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure) -> Outstanding:
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
-    Those that a change explains best, for all of their records together, are compared, with their ends moved.
+    Those that a change explains best, for all of their records together, are compared, with their ends moved. If
+    no place is like the rest of the run, that is a `CannotTellError`.
     """
 
     def weigh(place: Place) -> float:

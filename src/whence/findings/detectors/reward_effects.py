@@ -37,7 +37,7 @@ _KINKS = 0.25, 0.5, 0.75
 
 
 def read_rewards(evidence: Evidence, rows: np.ndarray) -> Numbers:
-    """Return rewards in their standard deviations, the rarest ones cut: another detector looks at those."""
+    """Return rewards in their deviations, the rarest cut, which have a detector; `CannotTellError` if all are equal."""
     rewards = evidence.columns["reward"][rows]
     rewards = np.clip(rewards, *np.quantile(rewards, [0.002, 0.998]))
     if rewards.std() <= 1e-9 * np.abs(rewards).max(initial=0.0):

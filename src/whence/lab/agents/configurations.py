@@ -62,7 +62,7 @@ def configure(
         config = replace(config, policy=default_policy(space))
     config = replace(config, policy_kwargs=default_policy_kwargs(config.policy, config.policy_kwargs, space))
     with preserve_rng_state(), closing(make_training_env(replace(config, n_envs=1))) as model_env:
-        model = make_model(config, model_env)  # which seeds the generators
+        model = make_model(config, model_env)  # it seeds the generators
     if getattr(config.rule(), "needs_discrete", False):  # It compares the actions of a state, so that states recur.
         parts = list(space.values()) if isinstance(space, spaces.Dict) else [space]
         is_continuous = any(np.issubdtype(part.dtype, np.floating) for part in parts)

@@ -117,7 +117,7 @@ def _operands(sign: str, value: int, difficulty: Difficulty) -> range:
 
 
 def solution(prompt: str) -> list[str]:
-    """Return the parts of a right answer, between semicolons: the steps, then the result."""
+    """Return the parts of a right answer, to be joined by semicolons: the steps, then the result."""
     value, steps = _read_problem(prompt)
     parts = []
     for sign, operand in steps:

@@ -53,8 +53,8 @@ def check_arm(config: LanguageConfig) -> None:
 def plan_language_comparison(arms: Sequence[str], seeds: int, **fields: Any) -> list[LanguageConfig]:
     """Return the runs of a comparison, arm by arm within each seed; fields that an arm does not read it does not get.
 
-    `fields` are the other fields of `LanguageConfig`. It is a `WhenceError` if a setting is refused, or nothing
-    measures the arms.
+    `fields` are the other fields of `LanguageConfig`. An arm or a setting that is refused, and arms that nothing
+    measures, raise a `WhenceError`.
     """
     configs = []
     for name in arms:

@@ -140,8 +140,11 @@ def train_again(
         model: a causal language model; the parameters that require gradients are trained.
         rounds: the rows of each round, with advantages.
         weights: (n,) the weights of each round's rows.
-        recipe: how it is trained; it is a `NonFinite` if that diverges.
+        recipe: how it is trained.
         seed: the seed of the orders.
+
+    Raises:
+        NonFinite: training diverged.
     """
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)

@@ -195,7 +195,8 @@ def build_round(
 ) -> dict[str, Any]:
     """Return a round in JSON types, as the page's contract has it; a damaged one has no records, and a note.
 
-    With `rows` it has the grid's rows of the moments' and of further `records`, for which a server is asked instead.
+    With `rows` it has the grid's rows of the moments, of which there are `most` at either end, and of `records`; where
+    there is a server, the page asks that.
     """
     scored = run.round(number)
     table, notes = scored.table, [*scored.notes]

@@ -94,7 +94,7 @@ def is_squashed(run: RunDirectory) -> bool:
 
 
 def make_lockstep(run: RunDirectory, env: AnyEnv, count: int, number: int, *, index: int = 0) -> VecEnv:
-    """Return `LockstepEnvs` to play side by side, behind the wrappers that a round's policy was behind."""
+    """Return `LockstepEnvs` behind the wrappers that a round's policy was behind, or raise a `ReplayError`."""
     return wrap_as_trained(run, LockstepEnvs(make_replay_env(run, env, index=index), count), number)
 
 
@@ -252,7 +252,7 @@ def _play(run: RunDirectory, stored: StoredEpisode, env: AnyEnv, **options: Any)
 
 
 def observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
-    """Return a round's table with the observations that were too large to store, by playing its episodes again."""
+    """Return a round's table with observations too large to store, played again; raises as `replay_episode` does."""
     if run.config.get("VecNormalize", {}).get("norm_obs"):
         raise RunDirectoryError(
             f"The policy of {run.path} read observations that VecNormalize normalised by statistics that changed with "

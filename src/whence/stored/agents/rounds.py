@@ -149,7 +149,7 @@ def load_agent(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: M
 
 
 def load_policy(run: RunDirectory, number: int, model: Any) -> None:
-    """Load the policy that collected a round into the run's model; the one after the last round is the trained one."""
+    """Load the policy that collected a round, after the last one the trained one; or raise a `RunDirectoryError`."""
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     shapes, stored_shapes = ({(name, each.shape) for name, each in of.items()} for of in (tensors, stored_tensors))
     if differing := sorted({name for name, _ in shapes ^ stored_shapes}):

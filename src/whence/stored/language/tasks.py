@@ -191,7 +191,7 @@ def make_scored_target(kind: str, demonstrations: str | None, tokenizer: Any, ba
 def make_response_target(task: Task, examples: Iterable[tuple[Prompt, str]]) -> ValidationLoss:
     """Return the mean log-probability of the tokens of all responses, each with its end-of-text token.
 
-    Prompts are texts or the messages of chats; where the task's are chats, a text is asked as one of one message.
+    Prompts are texts or the messages of chats; where the task's are chats, a text is asked as a chat of one message.
     """
     target = ValidationLoss.of([_make_demonstration(task, *example) for example in examples], task.tokenizer)
     assert target.rows is not None

@@ -191,8 +191,12 @@ def repeat(
     origin = saved or run.round_path("policies", start + 1)
     functions = {name: digest_function(each) if callable(each) else each for name, each in hyperparameters.items()}
     question = {
-        **{"start": start, "rounds": count, "without": without, "hyperparameters": functions},
-        **{"from": digest_content(origin), "env": digest_environment(make_replay_env(run, env), whole=True)},
+        "start": start,
+        "rounds": count,
+        "without": without,
+        "hyperparameters": functions,
+        "from": digest_content(origin),
+        "env": digest_environment(make_replay_env(run, env), whole=True),
     }
     table, file = train_variants(trainings, seeds, run.path / FOLDER, question, question, on_stage)
     notes = [] if saved else [f"There is no checkpoint after round {start}: the optimiser begins anew."]

@@ -198,8 +198,8 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
         return []
     except (KeyError, OSError, RecursionError, TypeError, ValueError):
         rows, signature = [], b""
-    is_taken = is_signature(signature, file, rows)
-    taken = f"holds {len(rows)} trainings of this proof: they are taken from there, not measured again."
-    refused = "was not written by you in this place, or is damaged: all is measured anew."
-    log.warning("%s %s", file, taken if is_taken else refused)
-    return rows if is_taken else []
+    if not is_signature(signature, file, rows):
+        log.warning("%s was not written by you in this place, or is damaged: all is measured anew.", file)
+        return []
+    log.warning("%s holds %d trainings of this proof: they are taken from there, not measured again.", file, len(rows))
+    return rows

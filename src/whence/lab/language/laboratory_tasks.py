@@ -184,7 +184,7 @@ def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
 
 
 def make_character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token a character, `<unk>` beyond `symbols`; it pads on the left, and adds none."""
+    """Return a tokenizer with a token for each of `symbols`, else `<unk>`; it pads on the left, and adds no token."""
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     vocabulary = {token: index for index, token in enumerate((*special.values(), *symbols))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))

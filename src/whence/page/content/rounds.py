@@ -53,7 +53,7 @@ CURVES = {
 
 
 def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return the page's object in JSON types; `rounds` of each run are embedded; None: a server is asked for them."""
+    """Return the page's object in JSON types, with `rounds` of each run embedded; None: a server is asked for them."""
     kind = "responses" if runs and runs[0].is_language else "steps"
     numbers = [run.directory.rounds() for run in runs] if rounds is None else rounds
     shown = [_describe_run(run, chosen, is_served=rounds is None) for run, chosen in zip(runs, numbers, strict=True)]

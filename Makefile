@@ -21,10 +21,10 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	$(COMPILE)
 	touch $@ .venv/demo.stamp
 
-## Train PPO, IIF and a random-drop control on FrozenLake for 20 rounds; print a verdict, write out/demo/report.html.
+## Train PPO, IIF and a random-drop control on FrozenLake for 30 rounds; print a verdict, write out/demo/report.html.
 demo: .venv/demo.stamp
 	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 \
-		--rounds 20 --n-envs 8 --n-steps 256 --eval-episodes 200 --out out/demo
+		--rounds 30 --n-envs 8 --n-steps 256 --eval-episodes 100 --out out/demo
 
 # Tests start a hundred processes; compiled code is stored, even where the environment says not to, so that each can load it.
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 from rich.console import Console
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from whence.findings import choose_findings, count_outcomes, find, inspect, say_nothing_stands_out
 from whence.findings.detectors import Detector
@@ -313,3 +314,18 @@ def test_the_page_of_a_damaged_run_says_why_it_could_not_be_looked_at(agent: Run
     (check,) = looked["checks"]
     assert (check["name"], check["outcome"]) == ("the run", "could not be looked at")
     assert check["text"].startswith("because it could not be read: ")
+
+
+def test_detectors_calculate_in_one_thread_and_the_users_threads_stay(agent, monkeypatch):
+    def count() -> set[int]:
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    def look(evidence: Any) -> Sight:
+        seen.append(count())
+        return Sight(0.0)
+
+    seen = list[set[int]]()
+    monkeypatch.setattr("whence.findings.inspection.DETECTORS", {"pace": Detector(look, 0.0)})
+    with threadpool_limits(2, "blas"):
+        inspect(agent)
+        assert (seen, count()) == ([{1}], {2})

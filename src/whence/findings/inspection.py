@@ -9,6 +9,7 @@ from typing import get_args
 
 import numpy as np
 import polars as pl
+from threadpoolctl import threadpool_limits
 
 from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
@@ -53,7 +54,8 @@ def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
     fit = {name: one.look for name, one in DETECTORS.items() if len(evidence) or not one.reads_records}
     unfit = dict.fromkeys(DETECTORS, Sight(0.0, reason=_NO_RECORDS))
-    return unfit | {name: measure_one(look, evidence) for name, look in fit.items()}
+    with threadpool_limits(1, "blas"):  # matrices are small: where other programs run, two threads take thrice as long
+        return unfit | {name: measure_one(look, evidence) for name, look in fit.items()}
 
 
 def measure_one(look: Look, evidence: Evidence) -> Sight:

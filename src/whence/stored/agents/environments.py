@@ -67,7 +67,8 @@ def make_env(
     if observe is None:
         return env
     space: Any = env.observation_space
-    return TransformObservation(env, itemgetter(observe), space[observe])
+    observed: gym.Env[Any, Any] = TransformObservation(env, itemgetter(observe), space[observe])
+    return observed
 
 
 def renew_world(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:

@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Of 22,000 files the tests import a third: each is compiled when it is first imported, and kept, whatever the environment says.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# The pip that comes with Python 3.11 takes twice as long to find what fits together.
+WHENCE := $(INSTALL) pip hatchling editables && $(INSTALL) --no-build-isolation --editable
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-long check lint types docs audit versions benchmark peers gpu clean
@@ -10,14 +12,13 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
-	$(INSTALL) pip  # the pip of Python 3.11 takes twice as long to find what fits together
 
 .venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[cli]'
+	$(WHENCE) '.[cli]'
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[dev]'
+	$(WHENCE) '.[dev]'
 	touch $@ .venv/demo.stamp
 
 ## Train PPO, IIF and a random-drop control on FrozenLake for 24 rounds; print a verdict, write out/demo/report.html.
@@ -67,7 +68,7 @@ benchmark: .venv/dev.stamp
 
 ## Install the libraries that the suite compares with; torch stays as it is.
 peers: .venv/dev.stamp
-	$(INSTALL) --editable '.[peers]'
+	$(WHENCE) '.[peers]'
 	$(INSTALL) --no-deps bergson kronfluence
 
 ## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the laboratory, and a GRPO run.

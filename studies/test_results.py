@@ -43,6 +43,7 @@ MAKERS = {
 }
 """The modules whose `write_tables` make the pages of a study; those of a sweep are made by `whence table`, too."""
 
+SLOW = "practice", "faithfulness", "faithfulness/pays", "healthy"
 NEEDED = {"llm": "transformers", "scoring": "trl", "selection": "trl", "hunt": "minigrid", "planted": "Box2D"}
 STATIC = ("README.md", "history.md", "judges.md", "groups.md", "estimators.md", "penalty.md", "shards.md", "real.md")
 """Pages that no command makes from rows."""
@@ -66,7 +67,7 @@ def make_pages(study: str, out: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Precision loss occurred in moment calculation:RuntimeWarning")
 @pytest.mark.parametrize(
     "study",
-    [pytest.param(name, marks=pytest.mark.long if name in ("practice", "faithfulness") else ()) for name in MAKERS],
+    [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in MAKERS],
 )
 def test_pages_are_those_of_the_rows(study: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDED.get(study.split("/")[0], "whence"))

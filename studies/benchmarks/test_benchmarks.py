@@ -104,7 +104,9 @@ def test_a_training_pass_makes_the_scores_of_attribute() -> None:
         torch.testing.assert_close(recorded[name], parameter.grad)
 
 
-@pytest.mark.parametrize("kind", recording.KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "scored" else ()) for kind in recording.KINDS]
+)
 def test_what_recording_costs_is_measured(kind: str) -> None:
     threads = torch.get_num_threads()
     result = recording.measure(kind, rounds=2, num_envs=8)

@@ -179,10 +179,17 @@ def test_one_step_is_the_derivative_of_adams_on_all_records(plain: Plain, cheap:
     assert agree(cheap["one step"], expected)
 
 
+@pytest.mark.long
 def test_a_round_is_studied_once_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hyperparameters": {"n_steps": 64, "batch_size": 32, "n_epochs": 2}}
     monkeypatch.setitem(adam.OPTIMIZERS, "adam", {"optimizer": "Adam", **small})
-    for name, value in {"ROUNDS": {"frozenlake": (2,)}, "HALVES": 3, "DRAWS": (2,), "SEEDS": range(120, 122)}.items():
+    for name, value in {
+        "ROUNDS": {"frozenlake": (2,)},
+        "HALVES": 3,
+        "DRAWS": (2,),
+        "SEEDS": range(120, 122),
+        "REPEATS": 1,
+    }.items():
         monkeypatch.setattr(adam, name, value)
     for seed in (120, 121):
         adam.study_seed("frozenlake", seed, tmp_path, tmp_path / "runs", again=False)

@@ -123,7 +123,7 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
     assert torch.allclose(one_by_one, together, rtol=0, atol=1e-5 * float(together.abs().max()))
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_memory_is_held(gentle, at_once, monkeypatch):
     monkeypatch.setattr(smoothed, "MARGIN", 1)
     model, recording = gentle

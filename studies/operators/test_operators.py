@@ -64,7 +64,7 @@ def stack(rows: list[Row], field: str) -> Any:
     return np.array([getattr(row, field) for row in rows])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:2], pytest.param(NAMES[2], marks=pytest.mark.long)])
 @pytest.mark.parametrize("operator", [name for name, row in OPERATORS.items() if row.fault])
 def test_a_fault_is_there_and_is_not_at_size_0(samples: dict[str, Sample], name: str, operator: str) -> None:
     if set(OPERATORS[operator].needs.split()) - {"repeats"} - list_traits(gym.make(name), samples[name]):

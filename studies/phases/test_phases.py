@@ -75,6 +75,7 @@ def test_rises_by_hand() -> None:
     assert rank_rises(curves) == pytest.approx([0.8, 0.4 * 0.4 / 0.8, -0.8, 0])
 
 
+@pytest.mark.long
 def test_one_run_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"n_steps": 128, "n_epochs": 2, "batch_size": 64}
     run(configure(env="CartPole-v1", rounds=4, eval_episodes=0, hyperparameters=settings), tmp_path / "run")

@@ -68,6 +68,7 @@ def test_a_response_has_the_mean_of_the_residual_stream_at_its_tokens() -> None:
     assert read_residual(Doubling(), rows, 2).tolist() == [[20], [12]]
 
 
+@pytest.mark.long
 def test_the_truth_is_what_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = run.CASES["lander"]
     settings = {**case.settings, "hyperparameters": {"n_steps": 512, "batch_size": 64, "n_epochs": 1}}

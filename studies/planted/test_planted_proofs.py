@@ -10,6 +10,7 @@ from studies.planted import proofs, run
 from whence.lab import read_rows
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 def test_the_episodes_that_would_pay_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hyperparameters = {"n_steps": 512, "batch_size": 64, "n_epochs": 1}

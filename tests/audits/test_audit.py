@@ -247,8 +247,7 @@ def look_at_line():
         (Deaf, "effects of actions", "wrong", "No action does anything"),
         (SeldomHears, "effects of actions", "unusual", "No action does anything in most states"),
         (Twins, "effects of actions", "unusual", "Actions 1, 2 do the same"),
-        (DeadStretch, "effects of actions", "unusual", "a0 does the same from −1 to 0"),
-        (DeadStretch, "effects of actions", "unusual", "a1 does nothing"),
+        (DeadStretch, "effects of actions", "unusual", "a0 does the same from −1 to 0; a1 does nothing"),
         (IntEnds, "types of what is returned", "wrong", "Terminated is of type int"),
         (NoNumber, "types of what is returned", "wrong", "The reward is NaN"),
         (Beyond, "spaces of observations", "wrong", "leaves its bounds"),
@@ -262,12 +261,12 @@ def look_at_line():
     ],
 )
 def test_a_fault_is_named(make, name, rank, words, monkeypatch):
-    assert not any(words in check.text for check in look_at_line())
+    assert not any(each in check.text for check in look_at_line() for each in words.split("; "))
     # Detectors read the records; nearly all faults are noticed without one, and they take as long as the play.
     monkeypatch.setattr(inspection, "DETECTORS", {each: DETECTORS[each] for each in {name} & {*DETECTORS}})
-    checks = look(make)
+    checks = look(make, steps=5000 if name in ("effects of actions", "ends") else 1000)
     titles = [check.finding.title for check in checks if (check.name, check.outcome) == (name, rank)]
-    assert any(words in title for title in titles), checks
+    assert all(any(each in title for title in titles) for each in words.split("; ")), checks
 
 
 def make(name: str, wrapper: Any = None) -> gym.Env:
@@ -277,7 +276,7 @@ def make(name: str, wrapper: Any = None) -> gym.Env:
 
 HEALTHY = [
     Line,
-    partial(make, "CartPole-v1"),
+    pytest.param(partial(make, "CartPole-v1"), marks=pytest.mark.long),  # which the command audits below
     partial(make, "Pendulum-v1"),
     partial(make, "FrozenLake-v1"),
     partial(make, "Blackjack-v1", gym.wrappers.FlattenObservation),
@@ -293,7 +292,7 @@ def test_a_healthy_environment_has_nothing_wrong_and_all_is_looked_at(make):
 
 
 def test_without_a_seed_that_repeats_actions_cannot_be_compared():
-    (check,) = (check for check in look(OwnNoise) if check.name == "effects of actions")
+    (check,) = (check for check in look(OwnNoise, steps=1000) if check.name == "effects of actions")
     assert (check.outcome, "a seed does not repeat" in check.text) == ("could not be looked at", True)
 
 
@@ -322,7 +321,7 @@ def test_one_object_is_looked_at_without_others_and_generators_stay():
     env = Line()
     np.random.seed(5)
     before = np.random.get_state()[1].copy()
-    checks = look(env)
+    checks = look(env, steps=1000)
     assert [check.name for check in checks if check.finding] == []
     assert "another object" not in next(check.text for check in checks if check.name == "seeds")
     assert (np.random.get_state()[1] == before).all()

@@ -11,7 +11,7 @@ from whence.causes import map_extremes
 def lake(tmp_path_factory):
     """Two rounds of FrozenLake by plain PPO, without scores."""
     path = tmp_path_factory.mktemp("lake") / "run"
-    return train(path, preset="lda-code/frozenlake", n_steps=1024, arm="ppo")
+    return train(path, preset="lda-code/frozenlake", n_steps=64, arm="ppo")
 
 
 @pytest.fixture(scope="module")

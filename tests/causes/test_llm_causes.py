@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import normalize
 
 from helpers.gradients import differentiate
-from helpers.language_runs import NAMES, assert_refused, copy_run, invoke, tiny
+from helpers.language_runs import RUNS, assert_refused, copy_run, invoke, tiny
 from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
 from whence.causes import Examples, find_causes, rank_records
@@ -79,17 +79,20 @@ def score_by_loop(rebuilt, table, examples):
 
 class TestScores:
     @pytest.mark.parametrize(
-        ("name", "examples"),
+        ("name", "examples", "rounds"),
         [
-            pytest.param("ppo", EXAMPLES, id="ppo-many"),
-            *(pytest.param(*case.values, [QUESTION], id=f"{case.values[0]}-one", marks=case.marks) for case in NAMES),
+            pytest.param("ppo", EXAMPLES, [1, 2, 3], id="ppo-many"),
+            *(
+                pytest.param(name, [QUESTION], [3], id=f"{name}-one", marks=() if name == "grpo" else pytest.mark.long)
+                for name in RUNS
+            ),
         ],
     )
-    def test_a_plain_loop_over_records_gives_the_same(self, runs, name, examples):
+    def test_a_plain_loop_over_records_gives_the_same(self, runs, name, examples, rounds):
         directory = runs(name)
-        causes = find_causes(directory, Examples(*zip(*examples, strict=True)))
-        assert causes["round"].unique().to_list() == [1, 2, 3]
-        for number in directory.rounds():
+        causes = find_causes(directory, Examples(*zip(*examples, strict=True)), rounds=rounds)
+        assert causes["round"].unique().to_list() == rounds
+        for number in rounds:
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
             expected, log_prob = score_by_loop(rebuilt, table, examples)
             rows = causes.filter(round=number)
@@ -100,7 +103,7 @@ class TestScores:
             assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob, rel=1e-5)]
 
     def test_nothing_changes(self, runs, tmp_path, monkeypatch):
-        directory = runs("an adapter by tokens")
+        directory = runs("ppo")
         # bm25s draws when it is imported, if JAX is there.
         (tmp_path / "bm25s.py").write_text("import numpy as np\nnp.random.rand()\nfrom bm25s_itself import BM25\n")
         monkeypatch.setitem(sys.modules, "bm25s_itself", importlib.import_module("bm25s"))
@@ -136,7 +139,8 @@ class TestScores:
             assert how in str(refusal.value)
 
     @pytest.mark.parametrize(
-        "name", ["ppo", "an adapter by tokens", "grpo", pytest.param("rloo", marks=pytest.mark.long)]
+        "name",
+        [*("ppo", "grpo"), *(pytest.param(name, marks=pytest.mark.long) for name in ("an adapter by tokens", "rloo"))],
     )
     def test_the_trained_model_is_the_last_rounds(self, runs, tmp_path, name):
         directory = copy_run(runs(name), tmp_path / name)
@@ -151,7 +155,9 @@ class TestScores:
         shutil.rmtree(directory.path / "model")
         assert measure_trained(directory, Examples(*QUESTION)) is None
 
-    @pytest.mark.parametrize(("arm", "more"), [("iif", {"held_out": 8}), ("iif-objective", {})])
+    @pytest.mark.parametrize(
+        ("arm", "more"), [("iif", {"held_out": 8}), pytest.param("iif-objective", {}, marks=pytest.mark.long)]
+    )
     def test_a_run_whose_own_target_was_drawn(self, tmp_path, arm, more):
         run(tiny(arm, **more, settings={"batch_size": 32, "rounds": 1}), tmp_path)
         directory = RunDirectory.open(tmp_path)
@@ -213,7 +219,7 @@ class TestRules:
         ("name", "examples"),
         [
             pytest.param(name, examples, id=f"{name}-{count}", marks=() if count in short else pytest.mark.long)
-            for name, short in (("ppo", ["many"]), ("an adapter by tokens", []), ("grpo", ["one"]))
+            for name, short in (("ppo", ["many"]), ("an adapter by tokens", []), ("grpo", []))
             for count, examples in (("one", [QUESTION]), ("many", EXAMPLES))
         ],
     )
@@ -239,7 +245,7 @@ class TestRules:
 
 
 class TestExamples:
-    @pytest.mark.parametrize("method", ["influence", "nearest", "bm25"])
+    @pytest.mark.parametrize("method", ["influence", pytest.param("nearest", marks=pytest.mark.long), "bm25"])
     def test_stored_responses_are_asked_by_their_tokens_and_left_out(self, runs, method):
         directory = runs("ppo")
         table = directory.round("records", 2)
@@ -297,16 +303,21 @@ class TestQuestions:
         assert len(find_causes(directory, Examples("ab", "cc"), method="bm25")) == len(directory.round("records", 1))
 
 
+@pytest.fixture(scope="module")
+def nearest(runs):
+    """What taught the answer to the question, by the nearest gradients."""
+    return find_causes(runs("ppo"), Examples(*QUESTION), method="nearest")
+
+
 class TestCommand:
     QUESTION_OPTIONS = ("--prompt", QUESTION[0], "--response", QUESTION[1])
 
-    def test_it_tells_what_taught_an_answer(self, runs):
+    def test_it_tells_what_taught_an_answer(self, runs, nearest):
         directory = runs("ppo")
         done = invoke("why", directory.path, *self.QUESTION_OPTIONS, "--top", 3)
         assert done.exit_code == 0, done.output
         text = " ".join(done.output.split())
-        causes = find_causes(directory, Examples(*QUESTION), method="nearest")
-        best = rank_records(causes, lowest=False, most=3)
+        best = rank_records(nearest, lowest=False, most=3)
         assert "“5-1=5;5” after “5-1?”: its probability was" in text
         assert f"The strongest record is {best['record_id'][0]} in round {best['round'][0]}." in text
         assert "Sums of scores in rounds 1 to 3:" in text
@@ -316,11 +327,11 @@ class TestCommand:
         assert "Note" not in text
 
     @pytest.mark.parametrize("by", [pytest.param("influence", marks=pytest.mark.long), "nearest", "bm25"])
-    def test_as_json(self, runs, by):
+    def test_as_json(self, runs, nearest, by):
         directory = runs("ppo")
         done = invoke("why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")
         content = json.loads(done.stdout)
-        causes = find_causes(directory, Examples(*QUESTION), method=by)
+        causes = nearest if by == "nearest" else find_causes(directory, Examples(*QUESTION), method=by)
         assert [content[name] for name in ("prompts", "responses", "by")] == [[QUESTION[0]], [QUESTION[1]], by]
         for name, lowest in (("raised", False), ("lowered", True)):
             expected = rank_records(causes, lowest=lowest, most=2)

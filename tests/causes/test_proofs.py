@@ -482,20 +482,17 @@ class TestLanguageModels:
         assert shown.exit_code == 0, shown.output
         assert "Nothing can be said of the share of “1”: it is" in shown.output
         assert "Nothing can be said of the log-probability: it is −" in shown.output
+        assert "Nothing can be said of the reward: it is " in shown.output
         assert "Trained by AdamW, learning rate" in shown.output
         write_flag(directory.path, 2, directory.round("records", 2).filter("keep")["record_id"][0], "")
-        printed = json.loads(invoke("prove", directory.path, "--flagged", *options, "--json").stdout)
-        assert printed["left_out"] == 1
-        assert list(dict.fromkeys(row["outcome"] for row in printed["outcomes"])) == [
-            "share",
-            "log-probability",
-            "reward",
-        ]
-        rows = [row for row in printed["outcomes"] if row["outcome"] == "log-probability"]
         graders = tmp_path / "graders.py"
         graders.write_text("def grade(prompts, responses):\n    return [float('nan'), *map(len, responses[1:])]\n")
         options += ["--reward", f"{graders}:grade", "--json"]
         broken = json.loads(invoke("prove", directory.path, "--flagged", *options).stdout)
+        assert broken["left_out"] == 1
+        outcomes = ["share", "log-probability", "reward"]
+        assert list(dict.fromkeys(row["outcome"] for row in broken["outcomes"])) == outcomes
+        rows = [row for row in broken["outcomes"] if row["outcome"] == "log-probability"]
         assert broken["verdicts"] == {"share": "one seed", "log-probability": "one seed", "reward": "not measured"}
         assert len({row["value"]["mean"] for row in rows if row["variant"] in ("all", "without", "random")}) == 3
 

@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 import torch
 from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
 
 from whence.causes import Repetition, repeat
 from whence.causes.conditions import select_where
@@ -49,8 +50,8 @@ def rate(remaining: float) -> float:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     path = tmp_path_factory.mktemp("runs") / "levers"
-    settings: dict[str, Any] = {"n_steps": STEPS, "batch_size": 32, "gamma": 0.5, "max_grad_norm": 1e9, "seed": 0}
-    model = PPO("MlpPolicy", Levers(), learning_rate=rate, policy_kwargs={"net_arch": [16]}, **settings)
+    settings: dict[str, Any] = {"n_steps": STEPS // 8, "batch_size": 32, "gamma": 0.5, "max_grad_norm": 1e9, "seed": 0}
+    model = PPO("MlpPolicy", make_vec_env(Levers, 8), learning_rate=rate, policy_kwargs={"net_arch": [16]}, **settings)
     model.learn(ROUNDS * STEPS, callback=InfluenceCallback(run=path, save_every=1, folds=None))
     return RunDirectory.open(path)
 

@@ -20,7 +20,7 @@ from whence.llm.ppo import read_recipe
 from whence.llm.text import generate
 from whence.page import ExploredRun
 from whence.page.content.rounds import name_commands
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, write_flag
 from whence.stored.language import has_policy, rebuild_round
 from whence.stored.language.rounds import explain_response
 
@@ -99,7 +99,7 @@ class TestTrl:
         log_probs = trainer.model(input_ids=ids).logits[0].log_softmax(-1).detach()
         assert trained == pytest.approx(float(log_probs[[1, 2, 3], [4, 4, 1]].sum()), abs=1e-5)
 
-    @pytest.mark.parametrize("kind", ["grpo", "rloo"])
+    @pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])
     def test_scores_computed_again_are_those_that_were_stored(self, tmp_path, kind):
         train(tmp_path, kind, beta=0.1, max_steps=8)
         run = RunDirectory.open(tmp_path / "run")
@@ -181,26 +181,26 @@ class TestTrl:
         monkeypatch.undo()
         assert invoke(*why, "--trust").exit_code == 0
 
-    def test_the_command_proves_from_the_checkpoints(self, copy):
-        options = "--prompt", "ab", "--response", "cc", "--top", 4, "--seeds", 1, "--json"
-        printed = json.loads(invoke("prove", copy.path, *options, "--rounds", "2-3").stdout)
-        means = {row["variant"]: row["value"]["mean"] for row in printed["outcomes"]}
-        assert len(set(means.values())) == 4
-        assert printed["stored"]["log-probability"] == pytest.approx(measure_trained(copy, QUESTION), abs=1e-5)
+    def test_a_proof_is_from_the_checkpoints(self, copy):
+        left_out = copy.round("records", 2).head(4).select(pl.lit(2).alias("round"), "record_id")
+        proof = prove(copy, QUESTION, left_out, rounds=[2, 3], seeds=1, training=LanguageTraining(answers=0))
+        assert len({*map(str, proof.outcomes["log-probability"].values())}) == 4
+        assert proof.stored["log-probability"] == pytest.approx(measure_trained(copy, QUESTION), abs=1e-5)
 
     def test_several_rewards_are_measured_in_one_pass(self, tmp_path, monkeypatch):
         train(tmp_path, reward_funcs=[trl_training.reward, vowels], rule=None, max_steps=4)
         graders = tmp_path / "graders.py"
         graders.write_text(GRADERS)
         path, passes = tmp_path / "run", []
+        for record in range(4):
+            write_flag(path, 1, record, "")
 
         def count(*arguments):
             passes.append(1)
             return generate(*arguments)
 
         monkeypatch.setattr("whence.causes.language_retraining.generate", count)
-        options = ["prove", path, "--prompt", "ab", "--response", "cc", "--top", 4, "--seeds", 1]
-        options += ["--answers", 9, "--json"]
+        options = ["prove", path, "--flagged", "--seeds", 1, "--answers", 9, "--json"]
         rewards = [f"{graders}:{name}" for name in ("length", "vowels")]
         together = json.loads(invoke(*options, "--reward", rewards[0], "--reward", rewards[1]).stdout)
         assert len(passes) == 4 + 1
@@ -243,7 +243,8 @@ def test_a_script_of_ppo(tmp_path):
     assert measure_trained(run, QUESTION) is None
     trainer.save_model()
     assert measure_trained(run, QUESTION) < 0
-    proof = prove(run, QUESTION, top=1, seeds=1, training=LanguageTraining(answers=0))
+    left_out = run.round("records", 1).filter("keep").head(1).select(pl.lit(1).alias("round"), "record_id")
+    proof = prove(run, QUESTION, left_out, seeds=1, training=LanguageTraining(answers=0))
     assert proof.stored["log-probability"] == pytest.approx(measure_trained(run, QUESTION), abs=1e-5)
     assert len({*map(str, proof.outcomes["log-probability"].values())}) > 1
     assert "whence why" in name_commands(ExploredRun(run))["why"]

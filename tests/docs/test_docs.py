@@ -36,6 +36,7 @@ COMMANDS = {name: load_command(name, home) for name, home in TOP_COMMANDS.items(
 }
 
 LONG_PAGES = ("reference/command", "guide/tuning", "guide/llm", "guide/trust", "guide/compare", "guide/filter")
+LONG_PAGES += ("index", "guide/diff", "guide/reliability", "guide/rollouts", "guide/scale")
 
 STEPS = 64
 """Of an environment in a round, for the commands; rounds of the pages have 2048 records."""
@@ -134,7 +135,15 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [
+        # The index's is the README's in another environment.
+        pytest.param(page, marks=pytest.mark.long if page == "index" else ())
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+)
 def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch):
     monkeypatch.setattr("whence.lab.cluster.run_all", run_one_by_one)
     monkeypatch.setattr(PPO, "__init__", partialmethod(PPO.__init__, n_epochs=1))  # ten show nothing more
@@ -170,7 +179,7 @@ def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, e
 @pytest.mark.parametrize(
     "page",
     [
-        # The reference and three guides repeat what others show; two guides train for long.
+        # The index, the reference and some guides repeat what others show; two guides train for long.
         pytest.param(page, marks=pytest.mark.long if page in LONG_PAGES else ())
         for page in PAGES
         if command_lines(page)

@@ -26,17 +26,17 @@ def ppo() -> Any:
 
 @pytest.mark.parametrize("selection", [pytest.param(False, marks=pytest.mark.long), True])
 def test_learns(ppo: Any, selection: bool) -> None:
-    curve = ppo.train(rounds=12, selection=selection)
-    assert len(curve) == 12
+    curve = ppo.train(rounds=8, selection=selection)
+    assert len(curve) == 8
     assert curve[0] < 40
     assert np.mean(curve[-3:]) > 100
 
 
 def test_selection_with_nothing_dropped_is_no_selection(ppo: Any) -> None:
-    without = ppo.train(rounds=3, n_steps=64, selection=False)
+    without = ppo.train(rounds=2, n_steps=64, selection=False)
     # Of at most 256 records, so small a share is not one.
-    assert ppo.train(rounds=3, n_steps=64, drop=1e-6) == without
-    assert ppo.train(rounds=3, n_steps=64, drop=0.5) != without
+    assert ppo.train(rounds=2, n_steps=64, drop=1e-6) == without
+    assert ppo.train(rounds=2, n_steps=64, drop=0.5) != without
 
 
 @pytest.mark.parametrize("selection", [pytest.param(False, marks=pytest.mark.long), True])

@@ -242,7 +242,10 @@ def check_raw_advantages(recipe):
         torch.testing.assert_close(recipe.records.returns - recipe.records.values, advantages, rtol=0, atol=1e-4)
 
 
-@MODULES
+# CleanRL's loop is the recipe's own, and shows it at the least cost.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "cleanrl" else pytest.mark.long) for name in LIBRARIES]
+)
 def test_what_is_dropped_changes_nothing_and_what_is_kept_trains(recipe):
     def spoil(records, keep):
         for column in recipe.live_columns():
@@ -260,7 +263,7 @@ def test_what_is_dropped_changes_nothing_and_what_is_kept_trains(recipe):
         assert torch.isfinite(parameter).all()
         assert torch.equal(parameter, spoiled[key]), key
     assert any(not torch.equal(untouched[key], every[key]) for key in every)
-    for position in (1, 254, 511):
+    for position in (1, 511):
 
         def raise_advantage(records, keep, position=position):
             assert keep[position]

@@ -84,6 +84,15 @@ EXACT = {
 }
 """Cases that an engine must not refuse; others it may."""
 CASES = SCORED | LAYERS
+LIKE_ANOTHER = {
+    *("padded to the same size", "circular", "reflected", "strided sequence", "circular sequence"),
+    *("layer norm of steps", "layer norm without a bias", "layer norm of a frozen bias", "batch norm of steps"),
+    *("group norm of a frozen weight", "embedding with padding", "sparse embedding", "embedding of bounded norm"),
+    *("forward hook", "backward pre-hook", "unfolded convolution", "steps first", "fused attention", "spectral norm"),
+    *("groups of a sequence", "layer norm of two axes", "embedding bag", "own convolution", "pruned", "bilinear"),
+    *("packed sequences", "cell by cell", "double precision inside", "half precision inside", "sorted rows"),
+}
+"""Cases that long tests have, since another case is of their kind."""
 RUNS = (("auto", None), ("auto", 4), ("ghost", None), ("ghost", 4), ("forward", None), ("vmap", 4))
 ROUNDED = ("autocast", "half precision inside")
 
@@ -127,7 +136,16 @@ def score_by_autograd(
 
 
 @pytest.mark.filterwarnings("ignore")  # of TorchScript and sparse gradients
-@pytest.mark.parametrize(("case", "objective"), [*((case, times_advantage) for case in CASES), ("unused part", cispo)])
+@pytest.mark.parametrize(
+    ("case", "objective"),
+    [
+        *(
+            pytest.param(case, times_advantage, marks=pytest.mark.long if case in LIKE_ANOTHER else ())
+            for case in CASES
+        ),
+        ("unused part", cispo),
+    ],
+)
 def test_every_engine_is_right_or_refuses(case: str, objective: Any) -> None:
     net, records = make_case(*CASES[case])
     expected = score_by_autograd(net, records, objective)

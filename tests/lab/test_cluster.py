@@ -153,7 +153,7 @@ def dispatch(job):
 
 
 class TestDispatch:
-    @pytest.mark.parametrize("save_seconds", [0.0, 60.0])
+    @pytest.mark.parametrize("save_seconds", [0.0, pytest.param(60.0, marks=pytest.mark.long)])
     def test_a_run_that_lost_its_node_ends_with_the_same_bits(self, dispatch, job, tmp_path, monkeypatch, save_seconds):
         monkeypatch.setattr(cluster, "SAVE_SECONDS", save_seconds)
         with preserve_rng_state():
@@ -168,9 +168,9 @@ class TestDispatch:
         assert [*dispatch(FakeRay(), on_round=lambda place, count: rounds.append(count))] == [(0, None)]
         assert rounds[-2:] == [4, 4]  # a finished run is not repeated
 
-    def test_a_language_models_run_comes_home_as_if_it_had_been_made_there(self, dispatch, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        settings = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
+    @pytest.mark.usefixtures("laboratory_cache")
+    def test_a_language_models_run_comes_home_as_if_it_had_been_made_there(self, dispatch, tmp_path):
+        settings = {"rounds": 1, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
         config = LanguageConfig("iif", 0, task="arithmetic", size="tiny", test_problems=8, samples=2, settings=settings)
         with preserve_rng_state():
             runner_of(config).run(config, tmp_path / "here", lambda *_: None)

@@ -28,7 +28,7 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(scope="module", params=["SGD", "Adam", "RMSprop centred"])
+@pytest.fixture(scope="module", params=[pytest.param("SGD", marks=pytest.mark.long), "Adam", "RMSprop centred"])
 def case(request):
     model = model_of(request.param)
     return model, recorded(model)
@@ -122,7 +122,7 @@ def test_minibatches_are_cut_as_selection_cuts_them(n, share, seed, batch_size):
         assert [minibatch for minibatch in minibatches if minibatch] == [minibatch.tolist() for minibatch in expected]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.long), "Adam"])
 def test_subsets_of_different_sizes_are_trained_as_if_alone(optimizer):
     model = model_of(optimizer)
     recording = recorded(model)

@@ -386,25 +386,25 @@ class TestEvaluate:
         return PPO("MlpPolicy", gym.make("FrozenLake-v1", **self.STILL_LAKE), device="cpu", seed=0)
 
     def test_actions_are_sampled_and_a_seed_decides_the_figures_whatever_came_before(self, model):
-        env = make_evaluation_env(lake(self.STILL_LAKE), 40)
-        first = mean, error = measure_return(model, env, episodes=40, seed=5)
+        env = make_evaluation_env(lake(self.STILL_LAKE), 20)
+        first = mean, error = measure_return(model, env, episodes=20, seed=5)
         # The lake is not slippery, so that a policy without chance would reach the goal always or never.
         assert 0 < mean < 1
         assert error > 0
         random.random(), np.random.random(), torch.rand(3)
         measure_return(model, env, episodes=7, seed=1)
-        assert measure_return(model, env, episodes=40, seed=5) == first
-        fresh = make_evaluation_env(lake(self.STILL_LAKE), 40)
-        assert measure_return(model, fresh, episodes=40, seed=5) == first
-        assert len({measure_return(model, env, episodes=40, seed=seed)[0] for seed in range(6)}) > 1
+        assert measure_return(model, env, episodes=20, seed=5) == first
+        fresh = make_evaluation_env(lake(self.STILL_LAKE), 20)
+        assert measure_return(model, fresh, episodes=20, seed=5) == first
+        assert len({measure_return(model, env, episodes=20, seed=seed)[0] for seed in range(3)}) > 1
 
     def test_the_environments_own_chance_follows_the_seed(self, model):
         env = make_evaluation_env(lake(LAKE), 3)
         with torch.no_grad():
             model.policy.action_net.weight.zero_()
             model.policy.action_net.bias.copy_(torch.tensor([0.0, 0.0, 100.0, 0.0]))  # always to the right
-        found = [measure_return(model, env, episodes=30, seed=seed) for seed in (0, 1, 2, 3, 0, 1, 2, 3)]
-        assert found[:4] == found[4:]
+        found = [measure_return(model, env, episodes=30, seed=seed) for seed in (0, 1, 0, 1)]
+        assert found[:2] == found[2:]
         assert len(set(found)) > 1
 
     def test_mean_and_standard_error_by_hand(self, registered):
@@ -559,7 +559,7 @@ class TestComparison:
 
 
 class TestRun:
-    @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+    @pytest.mark.parametrize("optimizer", [pytest.param("Adam", marks=pytest.mark.long), "SGD"])
     def test_the_ppo_arm_is_plain_ppo(self, optimizer, tmp_path):
         config = one(optimizer=optimizer)
         with preserve_rng_state():

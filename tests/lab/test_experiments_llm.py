@@ -1,6 +1,7 @@
 """Post-training as experiments: configurations, run directories, the commands."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from whence import lab
 from whence.core import RunDirectoryError, Unsupported, WhenceError
 from whence.engines import memory
 from whence.lab.arms import split_arm
+from whence.lab.comparison import run_path
 from whence.lab.language import SIZES, check
 from whence.lab.language.laboratory_tasks import make_character_tokenizer
 from whence.lab.language.laboratory_tasks import make_model as make_lab_model
@@ -225,16 +227,19 @@ class TestRun:
         with pytest.raises(RunDirectoryError, match=f"arm was '{arm}', now 'iif'"):
             is_finished(tiny("iif", algorithm=algorithm), tmp_path)
 
-    def test_a_control_is_not_charged_for_scoring(self, tmp_path):
-        for arm in ("random", "iif"):
-            run(tiny(arm), tmp_path / arm)
-        timings = {arm: RunDirectory.open(tmp_path / arm).table("timings") for arm in ("random", "iif")}
-        for arm, left_out in (("random", ["scoring_cpu"]), ("iif", [])):
-            stages = [name for name in timings[arm].columns if name.endswith("_cpu") and name not in left_out]
-            whole = timings[arm].select(stages).sum_horizontal().to_list()
-            assert read_curve(tiny(arm), tmp_path / arm).seconds.tolist() == pytest.approx(whole)
+    def test_a_control_is_not_charged_for_scoring(self, comparison, tmp_path):
+        control = tiny("random")
+        run(control, tmp_path)
+        scored = lab.load_comparison(comparison[0]).configs[1]
+        scored_path = run_path(comparison[0], scored)
+        for config, path, left_out in ((control, tmp_path, ["scoring_cpu"]), (scored, scored_path, [])):
+            timings = RunDirectory.open(path).table("timings")
+            assert "scoring_cpu" in timings.columns
+            stages = [name for name in timings.columns if name.endswith("_cpu") and name not in left_out]
+            whole = timings.select(stages).sum_horizontal().to_list()
+            assert read_curve(config, path).seconds.tolist() == pytest.approx(whole)
 
-    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
     def test_a_broken_off_run_goes_on_from_its_checkpoint(self, tmp_path, algorithm):
         class Killed(Exception):
             pass
@@ -269,13 +274,21 @@ class TestRun:
             tmp_path / "elsewhere" / "model.safetensors"
         ).read_bytes()
         assert reported == []  # nothing was trained
+        shutil.rmtree(tmp_path / "trl" / "checkpoint-4")  # as if the run had been broken off in the second round
+        shutil.rmtree(tmp_path / "model")
+        run(tiny("ppo", algorithm="grpo"), tmp_path, lambda number, row: reported.append(number))
+        assert reported[-1] == 2
+        assert (tmp_path / "model" / "model.safetensors").read_bytes() == (
+            tmp_path / "elsewhere" / "model.safetensors"
+        ).read_bytes()
 
-    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
     def test_in_half_precision(self, tmp_path, algorithm):
         # Before the steps: GRPO's groups here have equal rewards, so no target's gradient is known in the step.
-        run(tiny("iif", dtype="bfloat16", lora=2, algorithm=algorithm, select="before"), tmp_path)
+        config = tiny("iif", dtype="bfloat16", lora=2, algorithm=algorithm, select="before", settings={"rounds": 1})
+        run(config, tmp_path)
         directory = RunDirectory.open(tmp_path)
-        assert directory.round("records", 2)["score"].is_finite().all()
+        assert directory.round("records", 1)["score"].is_finite().all()
         saved = load_file(tmp_path / "model" / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}  # in which small steps count
 
@@ -314,7 +327,10 @@ class TestCommand:
         judged = directory.round("records", 1)["reward"]
         assert judged.n_unique() > 1
 
-    @pytest.mark.parametrize("algorithm", ["ppo", "grpo", pytest.param("rloo", marks=pytest.mark.long)])
+    # With PPO, the test of a reward that has changed trains on one's own, too.
+    @pytest.mark.parametrize(
+        "algorithm", ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo", "rloo"))]
+    )
     def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
         options = ["--reward", f"{own / 'rewards.py'}:numbered", "--run", tmp_path / "run"]
         options += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
@@ -352,7 +368,7 @@ class TestCommand:
         assert train("--overwrite").exit_code == 0
         assert {reward % 3 for reward in RunDirectory.open(tmp_path / "run").round("records", 1)["reward"]} == {0}
 
-    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
     def test_an_error_in_a_reward_names_its_line_and_leaves_nothing_to_delete(self, own, tmp_path, algorithm):
         file, folder = tmp_path / "mine.py", tmp_path / "run"
         file.write_text("def reward(prompts, responses):\n    return [points(text) for text in responses]\n\n\n")
@@ -443,6 +459,16 @@ class TestCommand:
         loaded = lab.load_comparison(path)
         assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
 
+    def test_a_comparison_is_reported_without_whence_llm(self, comparison, tmp_path, monkeypatch):
+        """Reading a finished comparison imports no trainer, and nothing else of the extra `llm`."""
+        extra = ("transformers", "trl", "accelerate", "peft", "datasets", "whence.llm", "whence.lab.language.training")
+        for name in {*extra, *(name for name in sys.modules if name.startswith("whence.llm."))}:
+            monkeypatch.setitem(sys.modules, name, None)
+        done = invoke("report", comparison[0], "--out", tmp_path / "page.html")
+        assert done.exit_code == 0, done.exception
+        assert "up to 512 prompts of the test." in (tmp_path / "page.html").read_text()
+
+    @pytest.mark.long
     def test_a_comparison_is_reported_without_the_extra(self, comparison, tmp_path):
         """Reading a finished comparison imports no trainer, and nothing else of the extra `llm`."""
         command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "report", comparison[0], "--out", tmp_path / "page.html"]

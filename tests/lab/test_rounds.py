@@ -84,7 +84,16 @@ def record_case(name):
     return model, recorded(model, rules.get(name))
 
 
-@pytest.fixture(scope="module", params=CASES)
+LIKE_ANOTHER = {*OPTIMIZERS} - {"SGD with momentum", "Adam decoupled", "RMSprop centred"}
+LIKE_ANOTHER |= {"a clip range that ends at 0", "advantages as they are", "no clipping", "a short last minibatch"}
+LIKE_ANOTHER |= {"entropy", "continuous", "states by number"}
+"""Cases that long tests have. A step of each optimiser is held against torch's own below."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long if name in LIKE_ANOTHER else ()) for name in CASES],
+)
 def case(request):
     return request.param, *record_case(request.param)
 
@@ -143,7 +152,13 @@ class TestReplay:
         assert any(not torch.equal(ended[name], recording.start[name]) for name in ended)
 
 
-@pytest.fixture(scope="module", params=["SGD unclipped", "SGD with momentum", "AdamW", "RMSprop"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("SGD with momentum", "AdamW"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("SGD unclipped", "RMSprop")),
+    ],
+)
 def small(request):
     """A small round, far from the clip, and the policy."""
     rate = {"SGD unclipped": 0.01, "SGD": 0.1, "SGD with momentum": 0.1}.get(request.param, 1e-3)
@@ -158,7 +173,7 @@ class TestScores:
         "name",
         [
             *("a2c", "values clipped", "target_kl", "dict observations", "masked actions", "RMSprop centred", "AdamW"),
-            *("SGD with momentum", "SGD unclipped"),
+            *(pytest.param(name, marks=pytest.mark.long) for name in ("SGD with momentum", "SGD unclipped")),
             # Of these the replay is tested above, and the losses differ in nothing that is differentiated otherwise.
             *(
                 pytest.param(name, marks=pytest.mark.long)
@@ -204,9 +219,13 @@ class TestScores:
     @pytest.mark.parametrize(
         ("name", "rounds"),
         [
-            *((name, 2) for name in ("SGD", "SGD with momentum", "SGD damped", "SGD of no momentum")),
-            *((name, 2) for name in ("RMSprop", "RMSprop with momentum", "RMSprop centred")),
-            *((name, 1) for name in ("SGD with momentum", "SGD damped")),  # before the first there is no momentum
+            *((name, 2) for name in ("SGD with momentum", "RMSprop with momentum", "RMSprop centred")),
+            ("SGD damped", 1),  # before the first there is no momentum
+            *(
+                pytest.param(name, 2, marks=pytest.mark.long)
+                for name in ("SGD", "SGD damped", "SGD of no momentum", "RMSprop")
+            ),
+            pytest.param("SGD with momentum", 1, marks=pytest.mark.long),
         ],
     )
     def test_for_small_steps_momentum_gives_the_derivative_less_its_mean(self, name, rounds, monkeypatch):

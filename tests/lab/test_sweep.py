@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from helpers.dying import report_and_die
 from helpers.launching import Recorder, run_one_by_one
 from helpers.toys import copy_signed
 from whence.cli import app
@@ -283,18 +284,26 @@ class TestRunning:
                 with pytest.raises(RunDirectoryError, match=rf"{kind}\.parquet cannot be read"):
                     read(sweep_copy)
 
-    @pytest.mark.parametrize("kind", ["curves", "timings"])
-    @pytest.mark.parametrize("share", [0, 0.5])
+    @pytest.mark.parametrize(
+        ("kind", "share"),
+        [
+            ("curves", 0.5),
+            *(
+                pytest.param(*case, marks=pytest.mark.long)
+                for case in (("curves", 0), ("timings", 0), ("timings", 0.5))
+            ),
+        ],
+    )
     def test_after_a_power_cut_the_runs_can_be_made_again(self, in_process, sweep_copy, planned, kind, share):
-        delete_runs(sweep_copy, *(each.name for each in planned[2:]))
+        delete_runs(sweep_copy, *(each.name for each in planned[1:]))
         before, file = read_curves(sweep_copy), sweep_copy / f"{kind}.parquet"
         file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
         files = "curves.parquet", "timings.parquet"
         with pytest.raises(RunDirectoryError, match=rf"{kind}\.parquet cannot .* delete {files[0]} and {files[1]}"):
-            run_sweep(planned[:2], sweep_copy, Recorder())
+            run_sweep(planned[:1], sweep_copy, Recorder())
         for name in files:
             (sweep_copy / name).unlink()
-        assert run_sweep(planned[:2], sweep_copy, Recorder()) == {}
+        assert run_sweep(planned[:1], sweep_copy, Recorder()) == {}
         assert read_curves(sweep_copy) == before
         assert load_sweep(sweep_copy)
 
@@ -413,8 +422,19 @@ def test_a_directory_that_holds_something_else_is_refused_at_the_door(tmp_path, 
     assert sorted(path.rglob("*")) == before
 
 
+KILLED = "its process was ended by SIGKILL, perhaps for want of memory: try fewer workers"
+
+
 class TestWorkers:
-    def test_one_that_is_killed_is_reported(self, tmp_path):
+    def test_one_that_is_killed_is_reported(self, monkeypatch):
+        monkeypatch.setattr(workers, "_work", report_and_die)
+        reports = []
+        (found,) = run_all([("a run", "its directory")], 1, lambda *report: reports.append(report))
+        assert reports == [(0, 1)]
+        assert found == (0, KILLED)
+
+    @pytest.mark.long
+    def test_one_that_is_killed_in_mid_run_is_reported(self, tmp_path):
         long_run = configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), tmp_path / "run"
 
         def kill():
@@ -427,7 +447,7 @@ class TestWorkers:
         killing.start()
         (found,) = run_all([long_run], 1, lambda *_: None)
         killing.join()
-        assert found == (0, "its process was ended by SIGKILL, perhaps for want of memory: try fewer workers")
+        assert found == (0, KILLED)
 
     @pytest.fixture
     def work(self, monkeypatch):

@@ -51,7 +51,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# Those below take the same steps with accumulation; test_training_pass.py and test_llm_trl_steps.py have adapters.
+REPEATED = "accumulation, clipping", "adapter on tied embeddings"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) for name in SETTINGS]
+)
 def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
     target = demonstrations if name == "checkpointed" else None
     settings = SETTINGS[name] | {"rounds": 2}
@@ -136,7 +142,7 @@ def test_a_gradient_of_the_target_serves_some_rounds(tmp_path, monkeypatch):
     )
     for target, expected in ((demonstrations(), [1, 4]), (SequenceReturn(), [1, 3])):
         numbers.clear()
-        settings = {"refresh_target_every": 3, "rounds": 4, "ppo_epochs": 1}
+        settings = {"refresh_target_every": 3, "rounds": expected[1], "ppo_epochs": 1}
         trainer = make_trainer(tmp_path / str(expected[1]), NonPositive(), target=target, **settings)
         trainer.train()
         assert numbers == expected
@@ -188,12 +194,16 @@ class Flipped(nn.Sequential):
 
 @pytest.mark.parametrize(
     ("wrap", "message"),
-    [(Gain, "rule for the layer `language_model.model.norm`"), (Scaled, "norm.scale`"), (Flipped, "on two rows the")],
+    [
+        (Gain, "rule for the layer `language_model.model.norm`"),
+        pytest.param(Scaled, "norm.scale`", marks=pytest.mark.long),
+        (Flipped, "on two rows the"),
+    ],
 )
 def test_what_steps_cannot_take_apart_is_scored_before_them(wrap, message, tmp_path, caplog):
     model = make_model()
     model.model.norm = wrap(model.model.norm)
-    _, rounds = train(tmp_path, NonPositive(), model=model)
+    _, rounds = train(tmp_path, NonPositive(), model=model, ppo_epochs=1)
     assert {influence.provenance.engine for _, influence, *_ in rounds} & {"ghost", "forward", "loop"}
     messages = [record.getMessage() for record in caplog.records if "before the steps" in record.getMessage()]
     assert len(messages) == 1

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from helpers.language_training import copy_state, make_trainer
 from helpers.launching import run_script
-from helpers.scripts.processes import TARGETS, train
+from helpers.scripts.processes import MORE_TARGETS, TARGETS, train
 from helpers.scripts.trl_processes import KEPT
 from helpers.toys import assert_close
 from whence.core import Unsupported, WhenceError
@@ -39,8 +39,8 @@ def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
             assert step["alike"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_two_processes_train_as_one(two_process_run, tmp_path, target):
+def check_as_one(two_process_run, tmp_path, target):
+    """Train by one process as two did."""
     trainer, rounds = train(tmp_path, target, 1)
     theirs = json.loads((two_process_run / f"{target}.json").read_text())
     assert theirs["alike"]
@@ -52,6 +52,18 @@ def test_two_processes_train_as_one(two_process_run, tmp_path, target):
         assert mine["reward"] == pytest.approx(other["reward"], abs=1e-9)
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
     assert_close(copy_state(trainer), load_file(two_process_run / f"{target}.safetensors"), 1e-4)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_processes_train_as_one(two_process_run, tmp_path, target):
+    check_as_one(two_process_run, tmp_path, target)
+
+
+@pytest.mark.long
+def test_two_processes_train_as_one_for_more_targets(tmp_path):
+    run_script([], "processes.py", tmp_path, ACCELERATE_USE_CPU="1", MORE_TARGETS="1")
+    for target in MORE_TARGETS:
+        check_as_one(tmp_path, tmp_path / "one" / target, target)
 
 
 def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run):

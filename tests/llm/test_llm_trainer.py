@@ -254,7 +254,7 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
     assert rollout.rewards.tolist() == vowels(PROMPTS, responses.texts)
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("trained_before", [pytest.param(False, marks=pytest.mark.long), True])
 def test_with_an_adapter_the_reference_is_the_model_at_the_start(tmp_path, trained_before):
     base = make_model()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -311,7 +311,6 @@ PLACES = {
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
     "writing a checkpoint": (checkpoints, "write_tensor_file", 3),
 }
-SHORT = "optimisation", "writing a checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +324,7 @@ def whole(tmp_path_factory):
 
 class TestGoingOn:
     @pytest.mark.parametrize(
-        "place", [pytest.param(place, marks=() if place in SHORT else pytest.mark.long) for place in PLACES]
+        "place", [pytest.param(place, marks=() if place == "optimisation" else pytest.mark.long) for place in PLACES]
     )
     def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole, tmp_path, place, monkeypatch):
         *where, count = PLACES[place]
@@ -446,7 +445,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         torch.rand(3)
         return {"exact_match": float(model.training)}
 
-    settings = {"select": "before", "rounds": 3}
+    settings = {"select": "before", "rounds": 3, "ppo_epochs": 1}
     trainer, rounds = train(tmp_path, NonPositive(), evaluate=measured, eval_every=2, **settings)
     run = RunDirectory.open(tmp_path)
     assert run.config["kind"] == "language"

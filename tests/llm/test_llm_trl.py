@@ -87,7 +87,12 @@ WEIGHTED, DIVERGING = (0.0, [2.0, 0.5, 1.0]), (0.1, None)
 @pytest.mark.parametrize(
     ("loss", "beta", "weights"),
     [
-        *((loss, *WEIGHTED) for loss in (*LOSSES, "rloo")),
+        # Losses are divided by the rows, by all tokens and by a row's own tokens.
+        *((loss, *WEIGHTED) for loss in ("grpo", "bnpo", "luspo", "rloo")),
+        *(
+            pytest.param(loss, *WEIGHTED, marks=pytest.mark.long)
+            for loss in ("dr_grpo", "dapo", "cispo", "sapo", "vespo")
+        ),
         *(pytest.param(loss, *DIVERGING, marks=() if loss == "dapo" else pytest.mark.long) for loss in LOSSES),
         ("rloo", *DIVERGING),
     ],
@@ -138,9 +143,8 @@ def plain_training(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("rule", "recorded"),
     [
-        pytest.param(None, False, id="none"),
-        pytest.param(KeepAll(), False, id="keep all", marks=pytest.mark.long),
-        pytest.param(DTV(leave_one_out=True, warmup=9), False, id="dtv"),
+        *(pytest.param(each, False, id=str(each), marks=pytest.mark.long) for each in (None, KeepAll())),
+        pytest.param(DTV(leave_one_out=True, warmup=9), False, id="dtv", marks=pytest.mark.long),
         pytest.param(ScoreAll(), True, id="recorded"),
     ],
 )
@@ -167,7 +171,8 @@ class NotTheMiddle:
 @pytest.mark.parametrize(
     ("kind", "scaled", "in_step"),
     [
-        *(("grpo", *how) for how in ((False, False), (True, False), (True, True))),
+        *(("grpo", *how) for how in ((True, False), (True, True))),
+        pytest.param("grpo", False, False, marks=pytest.mark.long),
         *(pytest.param("rloo", *how, marks=pytest.mark.long) for how in ((False, False), (True, False))),
         ("rloo", True, True),
     ],
@@ -187,7 +192,8 @@ def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path, scaled, in_step)
 
 @pytest.mark.parametrize(
     ("kind", "adapted"),
-    [("grpo", False), ("rloo", False), ("grpo", True), pytest.param("rloo", True, marks=pytest.mark.long)],
+    # test_llm_trl_steps.py has an adapter.
+    [("grpo", False), ("rloo", False), *(pytest.param(kind, True, marks=pytest.mark.long) for kind in TRAINERS)],
 )
 def test_scores_are_those_of_the_loop(kind, tmp_path, adapted):
     from peft import LoraConfig, get_peft_model
@@ -221,15 +227,20 @@ BY_SEQUENCE = {"importance_sampling_level": "sequence"}
 OBJECTIVE_SETTINGS = [
     *({"loss_type": loss} for loss in LOSSES),
     *(
-        pytest.param({"loss_type": loss, **BY_SEQUENCE}, marks=() if loss in ("grpo", "sapo") else pytest.mark.long)
+        pytest.param({"loss_type": loss, **BY_SEQUENCE}, marks=() if loss == "grpo" else pytest.mark.long)
         for loss in LOSSES
         if loss != "vespo"
     ),
     {"loss_type": "grpo", **BY_SEQUENCE, "use_bias_correction_kl": False},
-    {"loss_type": "dapo", "use_bias_correction_kl": False},
-    {"loss_type": "cispo", "epsilon_high": 5.0},
     {"loss_type": "cispo", "epsilon_high": 0.28, "beta": 0.0},
-    {"loss_type": "luspo", **BY_SEQUENCE, "beta": 0.0},
+    *(
+        pytest.param(settings, marks=pytest.mark.long)
+        for settings in (
+            {"loss_type": "dapo", "use_bias_correction_kl": False},
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {"loss_type": "luspo", **BY_SEQUENCE, "beta": 0.0},
+        )
+    ),
 ]
 
 
@@ -261,8 +272,8 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
 @pytest.mark.parametrize(
     ("kind", "style"),
     [
-        *(("grpo", "gpt2"), ("grpo", "opt"), ("rloo", "llama")),
-        *(pytest.param("grpo", style, marks=pytest.mark.long) for style in ("gpt_neo", "biogpt")),
+        *(("grpo", "opt"), ("rloo", "llama")),
+        *(pytest.param("grpo", style, marks=pytest.mark.long) for style in ("gpt2", "gpt_neo", "biogpt")),
     ],
 )
 def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
@@ -334,6 +345,15 @@ def whole_grpo(tmp_path_factory):
     return trainer
 
 
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """The folder of a run of one step with its checkpoint, and the trainer's settings."""
+    folder = tmp_path_factory.mktemp("saved")
+    settings = {"run": folder, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    make_trainer("grpo", folder, None, **settings).train()
+    return folder, settings
+
+
 def read_run(path):
     run = RunDirectory.open(path)
     return run, [run.round("records", number) for number in run.rounds()]
@@ -347,9 +367,9 @@ class TestRunDirectory:
     @pytest.mark.parametrize(
         ("kind", "rule"),
         [
-            pytest.param("grpo", None, id="none-grpo"),
-            pytest.param("rloo", None, id="none-rloo", marks=pytest.mark.long),
-            *(pytest.param(kind, NonPositive(), id=f"scored-{kind}") for kind in TRAINERS),
+            *(pytest.param(kind, None, id=f"none-{kind}", marks=pytest.mark.long) for kind in TRAINERS),
+            pytest.param("grpo", NonPositive(), id="scored-grpo"),
+            pytest.param("rloo", NonPositive(), id="scored-rloo", marks=pytest.mark.long),
         ],
     )
     def test_each_generation_batch_is_a_round(self, tmp_path, batches, kind, rule):
@@ -445,10 +465,9 @@ class TestRunDirectory:
             ({"optim_target_modules": ["mlp"]}, r"trl.optim_target_modules was .*, now \['mlp'\]"),
         ],
     )
-    def test_other_inputs_are_another_run(self, tmp_path, change, message):
-        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
-        make_trainer("grpo", tmp_path, None, **shared).train()
-        other = make_trainer("grpo", tmp_path, None, max_steps=2, **shared | change)
+    def test_other_inputs_are_another_run(self, saved_run, change, message):
+        folder, settings = saved_run
+        other = make_trainer("grpo", folder, None, max_steps=2, **settings | change)
         with pytest.raises(RunDirectoryError, match=message):
             other.train(resume_from_checkpoint=True)
 
@@ -478,7 +497,8 @@ TRL_PLACES = {
 
 class TestGoingOn:
     @pytest.mark.parametrize(
-        "place", [pytest.param(place, marks=pytest.mark.long if place == "generation" else ()) for place in TRL_PLACES]
+        "place",
+        [pytest.param(place, marks=() if place == "optimisation" else pytest.mark.long) for place in TRL_PLACES],
     )
     def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole_grpo, tmp_path, place, monkeypatch):
         *where, count = TRL_PLACES[place]
@@ -579,7 +599,7 @@ def test_a_stored_chat_is_read_as_its_messages():
     assert read_chat({"prompt": "4+5?"}, "prompt") == "4+5?"
 
 
-@pytest.mark.parametrize("select", ["before", "in_step"])
+@pytest.mark.parametrize("select", [pytest.param("before", marks=pytest.mark.long), "in_step"])
 def test_a_run_holds_what_the_policy_said_of_tokens(tmp_path, select):
     model = make_model()
     start = copy.deepcopy(model).eval()
@@ -636,11 +656,13 @@ def test_a_run_holds_what_the_sampler_said_of_tokens(tmp_path):
 
 
 def test_a_sound_run_has_no_finding(tmp_path):
-    make_trainer("grpo", tmp_path, run=tmp_path / "run", max_steps=16, learning_rate=1e-3).train()
+    make_trainer("grpo", tmp_path, run=tmp_path / "run", max_steps=8, learning_rate=1e-3).train()
     assert find(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("rule", [None, ScoreAll()], ids=["plain", "in the step"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param(None, id="plain", marks=pytest.mark.long), pytest.param(ScoreAll(), id="in the step")]
+)
 def test_an_evaluation_between_two_steps_leaves_a_batchs_record_as_it_is(tmp_path, rule):
     counts = itertools.count()
 

@@ -120,7 +120,7 @@ def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatc
     )
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", [pytest.param("jsonl", marks=pytest.mark.long), "parquet"])
 def test_no_more_than_a_few_steps_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     monkeypatch.setattr(rollout_scores, "ROUND", 16)
     rows, model = [{**ROWS[place % 2], "input": "ab"[place // 8 % 2], "step": 1} for place in range(160)], make_model()

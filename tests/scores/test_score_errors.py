@@ -107,7 +107,9 @@ def test_targets_of_folds_pass_over_their_records_alone():
         torch.testing.assert_close(by_part[name].scores, whole[name].scores)
 
 
-@pytest.mark.parametrize("engine", ["ghost", pytest.param("vmap", marks=pytest.mark.long), "forward", "loop"])
+@pytest.mark.parametrize(
+    "engine", ["ghost", "loop", *(pytest.param(name, marks=pytest.mark.long) for name in ("vmap", "forward"))]
+)
 def test_errors_are_those_of_a_plain_loop_over_folds(engine):
     view, records = small_records()
     influence = attribute(view, records, target=Return(), engine=engine, folds=3)
@@ -131,7 +133,7 @@ def test_errors_are_those_of_a_plain_loop_over_folds(engine):
     np.testing.assert_allclose(influence.errors, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("loop", marks=pytest.mark.long)])
 def test_scores_are_the_same_bits_with_errors(engine):
     toy = model()
     records = collect(toy)

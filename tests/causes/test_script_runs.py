@@ -186,6 +186,12 @@ class TestTrl:
         proof = prove(copy, QUESTION, left_out, rounds=[2, 3], seeds=1, training=LanguageTraining(answers=0))
         assert len({*map(str, proof.outcomes["log-probability"].values())}) == 4
         assert proof.stored["log-probability"] == pytest.approx(measure_trained(copy, QUESTION), abs=1e-5)
+        untrained = LanguageTraining(answers=0, learning_rate=1e-9)
+        proof = prove(copy, QUESTION, left_out, rounds=[2, 3], seeds=1, training=untrained)
+        causes = find_causes(copy, QUESTION, method="nearest")
+        before = causes.filter(pl.col("round") == 2)["log_prob"][0]
+        for values in proof.outcomes["log-probability"].values():
+            assert values == pytest.approx([before], abs=1e-5)
 
     def test_several_rewards_are_measured_in_one_pass(self, tmp_path, monkeypatch):
         train(tmp_path, reward_funcs=[trl_training.reward, vowels], rule=None, max_steps=4)

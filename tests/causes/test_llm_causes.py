@@ -309,6 +309,12 @@ def nearest(runs):
     return find_causes(runs("ppo"), Examples(*QUESTION), method="nearest")
 
 
+@pytest.mark.parametrize(("lowest", "expected"), [(False, [3, 1]), (True, [0, 4])])
+def test_records_are_ranked_by_their_score(lowest: bool, expected: list[int]) -> None:
+    causes = pl.DataFrame({"record_id": range(6), "score": [-2.0, 1.0, 0.0, 3.0, -2.0, 0.5]})
+    assert rank_records(causes, lowest=lowest, most=2)["record_id"].to_list() == expected
+
+
 class TestCommand:
     QUESTION_OPTIONS = ("--prompt", QUESTION[0], "--response", QUESTION[1])
 

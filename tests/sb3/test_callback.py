@@ -62,8 +62,8 @@ def evaluating(algorithm: Any, **kwargs: Any) -> EvalCallback:
 EIGHT = {"n_envs": 8, "n_steps": 8}
 KINDS: list[dict[str, Any]] = [{}, {"observation": "dict"}, {"action": "gsde"}, {"normalised": True}]
 VARIANTS = [
-    # Of dicts MaskablePPO is below, and of gSDE and A2C cases with more of their own.
-    *(pytest.param(PPO, kind, marks=pytest.mark.long if kind in KINDS[1:3] else ()) for kind in KINDS),
+    # Of dicts MaskablePPO is below, of VecNormalize A2C, and of the others cases with more of their own.
+    *(pytest.param(PPO, kind, marks=pytest.mark.long) for kind in KINDS),
     pytest.param(A2C, {}, marks=pytest.mark.long),
     (A2C, EIGHT | KINDS[3]),
     (MaskablePPO, KINDS[1] | {"n_steps": 16}),

@@ -90,7 +90,8 @@ def named(value: Any) -> str | None:
 @pytest.mark.parametrize(("algorithm", "kwargs"), VARIANTS, ids=named)
 def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any], tmp_path: Path) -> None:
     trained = []
-    recorder = InfluenceCallback(run=tmp_path, folds=3)
+    folds = 3 if algorithm is A2C else None  # errors take longer than all else
+    recorder = InfluenceCallback(run=tmp_path, folds=folds)
     for callback in (None, recorder, InfluenceCallback(DTV(leave_one_out=True, warmup=9))):
         evaluation = evaluating(algorithm, **kwargs)
         toy = model(algorithm, **kwargs)

@@ -93,10 +93,13 @@ def test_commands_load_no_library_that_language_models_alone_need(loaded):
 HEAVY = {"torch", "polars", "scipy", "stable_baselines3", "gymnasium", "transformers", "plotly", "jinja2"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["llm", "--help"], ["list"], ["list", "arms", "--all"]])
-def test_help_and_lists_load_nothing_heavy(arguments):
-    code = f"from whence.cli import app\ntry: app({arguments!r})\nexcept SystemExit: pass"
-    assert not loaded_by(code) & HEAVY
+def test_help_and_lists_load_nothing_heavy():
+    lines = (["--help"], ["llm", "--help"], ["list"], ["list", "arms", "--all"])
+    loaded = loaded_by(
+        "\n".join(f"from whence.cli import app\ntry: app({line})\nexcept SystemExit: pass" for line in lines)
+    )
+    assert "whence.cli.commands.list_command" in loaded
+    assert not loaded & HEAVY
 
 
 def test_scoring_loads_neither_statistics_nor_fsdp(loaded):

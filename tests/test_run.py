@@ -1,11 +1,8 @@
 """`whence.Run`: what any loop's learner writes is what was scored, and commands read it as a training's run."""
 
 import json
-import multiprocessing
-import os
 import random
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch.distributions import Categorical, Normal
 from typer.testing import CliRunner
 
 import whence
+from helpers.toys import copy_signed
 from whence.cli.app import app
 from whence.core import InvalidRecords, RunDirectoryError, Unsupported, WhenceError
 from whence.page.content.explored_run import ExploredRun
@@ -223,40 +221,26 @@ def test_a_second_start_adds_rounds_and_another_loop_is_refused(tmp_path: Path) 
 WRITES = ("write_policy", "write_round", "append")
 
 
-def train_and_die(path: Path, write: str) -> None:
-    """Train until a file of round 2 is written, and be killed."""
-    whole = getattr(RunDirectory, write)
-
-    def die(self: RunDirectory, *arguments: Any, **options: Any) -> None:
-        whole(self, *arguments, **options)
-        number = arguments[1]["round"] if write == "append" else arguments[write == "write_round"]
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(RunDirectory, write, die)
-    train(path)
-
-
-def die_in_forks(path: Path) -> None:
-    """Train and be killed in a fork for each file, of a process in which all is loaded and polars has no threads."""
-    actor = make_actor()
-    view = whence.ModuleView(actor, read_actor)
-    whence.attribute(view, collect(actor, 0), target=whence.Return(), objective=OBJECTIVE)
-    for write in WRITES:
-        pid = os.fork()
-        if pid == 0:
-            train_and_die(path / write, write)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the disk holds when a file of round 2 was just written, which is what a kill leaves, by what wrote it."""
     path = tmp_path_factory.mktemp("killed")
-    process = multiprocessing.get_context("spawn").Process(target=die_in_forks, args=(path,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+
+    def copy_after(write: str) -> Any:
+        whole = getattr(RunDirectory, write)
+
+        def copy(self: RunDirectory, *arguments: Any, **options: Any) -> None:
+            whole(self, *arguments, **options)
+            number = arguments[1]["round"] if write == "append" else arguments[write == "write_round"]
+            if number == 2 and not (path / write).exists():
+                copy_signed(self.path, path / write)
+
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for write in WRITES:
+            patch.setattr(RunDirectory, write, copy_after(write))
+        train(path / "alive", 2)
     return path
 
 

@@ -296,6 +296,8 @@ def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
 
 
 UNSIGNED = "is not signed as a run that you made"
+ON_PAGES = ("a file of EnvPool's", "a class beside the run", "a copied signature")
+"""Attacks on runs of which a page is written, which takes as long as all else."""
 
 
 class TestRunsOfStrangers:
@@ -305,13 +307,13 @@ class TestRunsOfStrangers:
         apply(stage / name)
         sys.modules.pop("this", None)
         watch.clear()
-        page = marker.with_name("page.html")
-        refusals = look(RunDirectory.open(stage / name), page if attack in NAMED else None)
+        page = marker.with_name("page.html") if attack in ON_PAGES else None
+        refusals = look(RunDirectory.open(stage / name), page)
         assert (list(watch), marker.exists(), "this" in sys.modules) == ([], False, False)
         assert refusals
         if attack in NAMED:
             assert any(UNSIGNED in refusal and "--trust" in refusal for refusal in refusals)
-            assert UNSIGNED in page.read_text()
+            assert page is None or UNSIGNED in page.read_text()
             explored = ExploredRun(stage / name)
             assert build_round(explored, 2)["scored"]
             assert not isinstance(explored.changes(2), str)

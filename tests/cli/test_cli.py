@@ -26,9 +26,9 @@ from whence.lab.arms import ARMS, read_presets
 from whence.lab.tables import METRICS, READING, cell
 from whence.runs import RunDirectory
 
-# Two runs one after the other, of a second each.
+# Two runs one after the other.
 LAKE = ["FrozenLake-v1", "--arms", "ppo,iif", "--seeds", "1", "--rounds", "2", "--eval-episodes", "4", "--workers", "1"]
-LAKE += ["--n-steps", "512"]
+LAKE += ["--n-steps", "64"]
 
 
 SET = {each.name for each in fields(RunConfig)} - {"env", "arm", "seed", "hyperparameters", "target_args"}
@@ -101,7 +101,7 @@ def out(tmp_path_factory):
 
 def stop(out, arm, sent):
     """Send the command a signal in the run of an arm; returns what `wait_for` does."""
-    process = start("compare", *LAKE, "--out", out)
+    process = start("compare", *LAKE, "--n-steps", "512", "--out", out)  # each run then takes a second
     try:
         until = time.monotonic() + 120
         while not (out / "runs" / arm / "seed_0" / "evaluations.parquet").exists():
@@ -118,12 +118,15 @@ def stop(out, arm, sent):
 def interrupted(out):
     """Interrupt the command in its second run; returns what `wait_for` does, and the files there then."""
 
-    def make_first(jobs, *rest):
-        yield from run_one_by_one(jobs[:1], *rest)
-        raise KeyboardInterrupt
+    def interrupt_second(jobs, workers, on_round):
+        def report(place, rounds):
+            on_round(place, rounds)
+            if (place, rounds) == (1, 1):
+                raise KeyboardInterrupt
 
-    assert compare_here(out, make_first)[0] == 130
-    return *stop(out, "iif", signal.SIGINT), stamps(out)
+        return run_one_by_one(jobs, workers, report)
+
+    return *compare_here(out, interrupt_second), stamps(out)
 
 
 def compare_here(out, run_all):
@@ -196,7 +199,9 @@ def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
     exit_code, out, err = stop(tmp_path, "ppo", sent)  # returns when the last worker has gone
     assert (exit_code, out) == (code, "")

@@ -79,7 +79,7 @@ def test_what_is_not_finite_is_null_in_json(lake: Path, tmp_path: Path) -> None:
 def test_settings_reach_the_run_and_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
     more = ["--policy-kwargs", '{"net_arch": [8]}', "--env-kwargs", '{"is_slippery": false}', "--n-envs", 2]
     more += ["--normalize-advantage", "false", "--max-grad-norm", "inf", "--warmup", 1, "--engine", "forward"]
-    more += ["--target", "action", "--observation", 3, "--action", 2]
+    more += ["--target", "action", "--observation", 3, "--action", 2, "--eval-episodes", 0]
     content = parsed(whence("train", *LAKE, "--timesteps", 200, *more, "--run", tmp_path, "--json").stdout)
     assert content["config"]["rounds"] == content["last_round"]["round"] == 2  # 200 steps need two rounds of 128
     assert content["run"] == str(tmp_path)
@@ -94,7 +94,7 @@ def test_settings_reach_the_run_and_json_is_all_there_is_on_standard_output(tmp_
 
 
 def test_rounds_are_recorded_where_asked(lake: Path, tmp_path: Path) -> None:
-    asked = ["train", *LAKE, "--rounds", 2, "--run", tmp_path / "run", "--record-rounds"]
+    asked = ["train", *LAKE, "--rounds", 2, "--eval-episodes", 0, "--run", tmp_path / "run", "--record-rounds"]
     assert whence(*asked, "1,2").exit_code == 0
     run = RunDirectory.open(tmp_path / "run")
     _, records = load_round(run, 2)
@@ -121,14 +121,15 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
         assert untrained == again
         bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}
         assert untrained > measure(run.policy(1) | bias, 0) == 0  # it stays at the left wall
-        assert len({measure(run.policy(1), repetition) for repetition in range(4)}) > 1
+        assert any(measure(run.policy(1), repetition) != untrained for repetition in (1, 2, 3))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.policy.state_dict().items())
 
 
 @pytest.mark.parametrize("env", ["FrozenLake-v1", pytest.param("CartPole-v1", marks=pytest.mark.long), "Pendulum-v1"])
 def test_a_round_is_scored_again_as_it_was(env: str, lake: Path, tmp_path: Path) -> None:
     if env != "FrozenLake-v1":
-        settings = ("--n-steps", 32, "--batch-size", 32, "--rounds", 3, "--selection", "nonpositive")
+        settings = ("--n-steps", 32, "--batch-size", 32, "--rounds", 3, "--eval-episodes", 0)
+        settings = (*settings, "--selection", "nonpositive")
         whence("train", env, *settings, "--run", tmp_path)
     run = RunDirectory.open(lake if env == "FrozenLake-v1" else tmp_path)
     for number in (1, 3):
@@ -223,7 +224,11 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+# The run of one that is stopped in its second collection or optimisation has the files of one stopped in scoring.
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(name, marks=pytest.mark.long if name in ("collection", "optimisation") else ()) for name in STAGES],
+)
 def test_a_run_that_is_stopped_at_any_stage_can_be_read(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

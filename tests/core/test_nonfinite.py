@@ -98,8 +98,14 @@ def stop(model: Any, total: int = 192, **settings: Any) -> NonFinite:
 
 
 class TestRollouts:
-    @pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    @pytest.mark.parametrize(
+        ("algorithm", "value"),
+        [
+            *((PPO, math.nan), (A2C, math.inf), (MaskablePPO, math.nan)),
+            *(pytest.param(*case, marks=pytest.mark.long) for case in ((PPO, math.inf), (A2C, math.nan))),
+            pytest.param(MaskablePPO, math.inf, marks=pytest.mark.long),
+        ],
+    )
     def test_a_reward_is_named(
         self, algorithm: Any, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -64,18 +64,18 @@ def test_a_run_is_read_with_its_names_and_named_on_the_command_line(tmp_path: Pa
     assert f"{content.index(finding) + 1}. {finding['rank']}: {finding['title']}." in capsys.readouterr().out
 
 
-MANY, SHORT = 2_000, 5
+MANY, SHORT = 1_000, 5
 
 
 @pytest.fixture(scope="module")
 def crowd() -> Evidence:
-    """2,000 environments of 50 steps in ten episodes; only environment 1,234 pays five times as much."""
+    """1,000 environments of 50 steps in ten episodes; only environment 734 pays five times as much."""
     n = MANY * 10 * SHORT
     rng, episodes = np.random.default_rng(0), np.arange(n) // SHORT
     copies, steps = episodes // 10, np.arange(n) % SHORT
     columns = {"record_id": np.arange(n), "round": 1 + episodes % 10, "episode_id": episodes, "env_index": copies}
     columns |= {"step": steps, "action": rng.integers(0, 2, n), "value": rng.normal(size=n)}
-    columns |= {"reward": rng.uniform(1, 2, n) * np.where(copies == 1234, 5, 1), "return": rng.normal(size=n)}
+    columns |= {"reward": rng.uniform(1, 2, n) * np.where(copies == 734, 5, 1), "return": rng.normal(size=n)}
     ends = np.where(steps == SHORT - 1, "truncated", "")
     table = pl.DataFrame({**columns, "observation": rng.normal(size=(n, 3)), "end": ends})
     evidence = make_evidence(table, {}, pl.DataFrame())
@@ -86,8 +86,8 @@ def crowd() -> Evidence:
 def test_of_many_environments_the_odd_one_is_seen_in_seconds(crowd: Evidence) -> None:
     start = time.process_time()
     measured = measure(crowd)
-    assert time.process_time() - start < 20
-    assert "environment 1234" in measured["rewards of copies"].title
+    assert time.process_time() - start < 10
+    assert "environment 734" in measured["rewards of copies"].title
     assert measured["rewards of copies"].statistic > 10 * measured["observations of copies"].statistic
 
 

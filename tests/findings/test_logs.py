@@ -47,7 +47,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("small"), 1e-7)
+    return train(tmp_path_factory.mktemp("small"), 1e-7, n_epochs=4)
 
 
 def titles(path: Path) -> list[str]:

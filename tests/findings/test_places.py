@@ -176,7 +176,11 @@ LOOKALIKES: dict[str, Callable[[], Evidence]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKALIKES)
+@pytest.mark.parametrize(
+    "name",
+    # The others pay more as well, and in steps alone.
+    [pytest.param(name, marks=pytest.mark.long if "twice" in name or "step" in name else ()) for name in LOOKALIKES],
+)
 def test_what_only_looks_alike_is_no_fault(name: str) -> None:
     evidence = LOOKALIKES[name]()
     for look in (look_at_rewards, look_at_rewards_of_parts, look_at_missing_rewards, look_at_late_rewards):

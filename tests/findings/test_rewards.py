@@ -75,7 +75,10 @@ def make_early_run(seed: int, chances: Any) -> Any:
     return SimpleNamespace(rounds=lambda: [*rounds], round=lambda kind, number: rounds[number])
 
 
-@pytest.mark.parametrize("seed", range(4))
+SEEDS = pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+
+
+@SEEDS
 def test_a_reward_that_the_first_rounds_lose_is_named(seed):
     run = make_early_run(
         seed,
@@ -90,7 +93,7 @@ def test_a_reward_that_the_first_rounds_lose_is_named(seed):
     assert finding.p <= CHANCE
 
 
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 def test_first_rounds_like_the_others_are_not_named(seed):
     run = make_early_run(
         seed,

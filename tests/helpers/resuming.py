@@ -135,4 +135,8 @@ def assert_same_model(model, other):
             torch.equal(torch.as_tensor(ours[index][key]), torch.as_tensor(value)) for key, value in state.items()
         )
     assert model.num_timesteps == other.num_timesteps
+    normalised = [each.get_vec_normalize_env() for each in (model, other)]
+    if normalised[0] is not None:
+        for key in ("mean", "var"):
+            assert np.array_equal(*(getattr(each.obs_rms, key) for each in normalised))
     assert [episode["r"] for episode in model.ep_info_buffer] == [episode["r"] for episode in other.ep_info_buffer]

@@ -170,10 +170,13 @@ def digest_tree(path):
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.fixture
-def scored(rollouts, tmp_path):
-    """Return the arguments of a command that has made a run of rollouts."""
-    command = [rollouts, "--model", save(make_model(), tmp_path / "model"), "--run", tmp_path / "run"]
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """Return the arguments of a command that has made a run of rollouts, in which nobody changes a byte."""
+    folder = tmp_path_factory.mktemp("scored")
+    (folder / "rollouts").mkdir()
+    rollouts = write_rollouts(folder / "rollouts", 1, 2)
+    command = [rollouts, "--model", save(make_model(), folder / "model"), "--run", folder / "run"]
     assert invoke("llm", "score", *command).exit_code == 0
     return command
 
@@ -193,11 +196,18 @@ def scored(rollouts, tmp_path):
     ],
 )
 def test_rollouts_that_cannot_be_scored_delete_nothing(scored, tmp_path, change, message):
-    before = digest_tree(tmp_path / "run")
+    before = digest_tree(scored[-1])
     path, options = change(tmp_path)
     assert_refused(message, "llm", "score", path or scored[0], *scored[1:], *options, "--overwrite")
-    assert digest_tree(tmp_path / "run") == before
-    assert invoke("llm", "score", *scored, "--overwrite").exit_code == 0
+    assert digest_tree(scored[-1]) == before
+
+
+def test_rollouts_that_can_be_scored_overwrite(rollouts, tmp_path):
+    command = [rollouts, "--model", save(make_model(), tmp_path / "model"), "--run", tmp_path / "run"]
+    for options, temperature in ((["--temperature", 2], 2.0), (["--overwrite"], 1.0)):
+        assert invoke("llm", "score", *command, *options).exit_code == 0
+        run = RunDirectory.open(tmp_path / "run")
+        assert (run.rounds(), run.config["temperature"]) == ([1, 2], temperature)
 
 
 def write_other(folder, rows):

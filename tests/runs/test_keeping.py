@@ -26,6 +26,13 @@ def learn(path, steps, **options):
     MODELS["walk"]().learn(steps, callback=InfluenceCallback(RULE, run=path, save_every=2, **options))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The model and the run of a training that nothing interrupts."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    return train(MODELS["walk"], path), path
+
+
 @pytest.fixture
 def broken_off(tmp_path):
     """A run with a checkpoint after its second round, which was interrupted in its fourth."""
@@ -34,14 +41,13 @@ def broken_off(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_lost_table_deletes_nothing(broken_off, caplog):
+def test_a_lost_table_deletes_nothing(broken_off, whole, caplog):
     (broken_off / "metrics.parquet").unlink()
     before = contents(broken_off)
     with caplog.at_level(logging.WARNING, logger="whence"):
         model = train(MODELS["walk"], broken_off, save_every=2)
     assert "holds 0 of 2 rows: a file of metrics was lost" in caplog.text
-    whole = train(MODELS["walk"], broken_off.parent / "whole", save_every=2)
-    assert_same_model(model, whole)
+    assert_same_model(model, whole[0])
     assert {name: content for name, content in before.items() if "config" not in name}.items() <= contents(
         broken_off
     ).items()
@@ -94,7 +100,7 @@ def test_a_start_that_is_refused_or_fails_deletes_nothing(broken_off, start, mes
     assert changed <= {"metrics.parquet", "config.json"}  # which the test itself changes
 
 
-def test_a_first_round_that_was_broken_off_is_not_deleted_by_another_run(tmp_path):
+def test_a_first_round_that_was_broken_off_is_not_deleted_by_another_run(whole, tmp_path):
     train(MODELS["walk"], tmp_path, until=0.3)
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "metrics.parquet").unlink()
@@ -103,7 +109,7 @@ def test_a_first_round_that_was_broken_off_is_not_deleted_by_another_run(tmp_pat
     with pytest.raises(RunDirectoryError, match="0 finished rounds"):
         RunDirectory.create(tmp_path, {"env": "another"})
     model = train(MODELS["walk"], tmp_path)  # the same run starts with its first round
-    assert_same_model(model, train(MODELS["walk"], tmp_path.parent / "whole"))
+    assert_same_model(model, whole[0])
 
 
 WRITES = {
@@ -159,7 +165,7 @@ def test_rows_of_later_rounds_give_way(tmp_path):
         assert run.table("metrics")["round"].to_list() == [*range(1, number + 1)]
 
 
-def test_a_round_with_records_is_whole(tmp_path, monkeypatch):
+def test_a_round_with_records_is_whole(whole, tmp_path, monkeypatch):
     write = RunDirectory.write_round
 
     def break_off(self, name, number, table):
@@ -173,8 +179,7 @@ def test_a_round_with_records_is_whole(tmp_path, monkeypatch):
             train(MODELS["walk"], tmp_path / "parts")
     assert RunDirectory.open(tmp_path / "parts").rounds() == [1, 2]
     train(MODELS["walk"], tmp_path / "parts")
-    train(MODELS["walk"], tmp_path / "whole")
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert_same_run(tmp_path / "parts", whole[1])
 
 
 def test_a_process_that_was_forked_after_polars_was_used_says_so(tmp_path):

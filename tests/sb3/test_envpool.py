@@ -76,7 +76,7 @@ SHORT = {"max_episode_steps": 300}
     ("config", "episodes", "steps"),
     [
         pytest.param(RunConfig("Acrobot-v1", "ppo", 0), 256, 12_288, marks=pytest.mark.long),
-        (RunConfig("LunarLander-v3", "ppo", 0), 64, 4_096),
+        (RunConfig("LunarLander-v3", "ppo", 0), 64, 1_024),
         pytest.param(
             RunConfig("BipedalWalker-v3", "ppo", 0, env_kwargs=SHORT, pool_kwargs=SHORT),
             *(40, 4_096),

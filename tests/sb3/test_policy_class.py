@@ -36,7 +36,8 @@ class Growing(Squashed):
 def train(run, extractor, rule=None):
     policy_kwargs = {"features_extractor_class": extractor}
     env = gym.make("CartPole-v1")
-    model = PPO("MlpPolicy", env, n_steps=256, batch_size=64, seed=0, device="cpu", policy_kwargs=policy_kwargs)
+    fixed = {"n_steps": 256, "batch_size": 64, "n_epochs": 1, "seed": 0, "device": "cpu"}
+    model = PPO("MlpPolicy", env, **fixed, policy_kwargs=policy_kwargs)
     return model.learn(256, callback=InfluenceCallback(rule, run=run))
 
 

@@ -33,13 +33,13 @@ def make_env(name: str, count: int = 2) -> Any:
 def make_off_policy(algorithm: Any, name: str = "Pendulum-v1", **settings: Any) -> Callable[[], Any]:
     return lambda: algorithm(
         *("MlpPolicy", make_env(name)),
-        **{"learning_starts": 50, "batch_size": 16, "seed": 0, "policy_kwargs": {"net_arch": [16]}, **settings},
+        **{"learning_starts": 50, "seed": 0, **shrink(), **settings},
     )
 
 
 def shrink() -> dict[str, Any]:
     """Return settings of a small model; SB3 changes the dictionaries that it gets."""
-    return {"batch_size": 16, "policy_kwargs": {"net_arch": [16]}}
+    return {"batch_size": 16, "buffer_size": 1000, "policy_kwargs": {"net_arch": [16]}}
 
 
 def make_her() -> Any:
@@ -162,7 +162,9 @@ def test_a_second_learn_adds_rounds(tmp_path: Any) -> None:
 
 def test_an_evaluation_behind_vec_normalize_goes_on(tmp_path: Any) -> None:
     watched = DummyVecEnv([lambda: Monitor(gym.make("Pendulum-v1"))])
-    evaluation = EvalCallback(VecNormalize(watched, training=False, norm_reward=False), eval_freq=60, verbose=0)
+    evaluation = EvalCallback(
+        VecNormalize(watched, training=False, norm_reward=False), n_eval_episodes=1, eval_freq=60, verbose=0
+    )
     model = MODELS["SAC, normalised"][0]()
     model.learn(150, callback=[InfluenceCallback(run=tmp_path / "run"), evaluation])
     assert len(whence.open_run(tmp_path / "run").round("records", 1)) == 150

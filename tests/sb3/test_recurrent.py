@@ -181,7 +181,7 @@ def test_minibatches_keep_two_records_each(last: Any) -> None:
 @pytest.fixture(scope="module")
 def cart(tmp_path_factory: pytest.TempPathFactory) -> whence.RunDirectory:
     path = tmp_path_factory.mktemp("recurrent") / "run"
-    callback = InfluenceCallback(whence.IIF(drop=0.25), run=path, folds=3)
+    callback = InfluenceCallback(whence.IIF(drop=0.25), run=path, folds=None)  # errors take longer than all else
     make_model().learn(4 * 2 * STEPS, callback=callback)
     return whence.RunDirectory.open(path)
 

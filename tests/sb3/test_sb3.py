@@ -195,8 +195,14 @@ PURE: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["ghost", "forward", "vmap", "loop"])
-@pytest.mark.parametrize(("algorithm", "kwargs"), PURE)
+@pytest.mark.parametrize(
+    ("algorithm", "kwargs", "engine"),
+    [
+        pytest.param(*case, engine, marks=() if place == 0 or engine == "ghost" else pytest.mark.long)
+        for place, case in enumerate(PURE)
+        for engine in ("ghost", "forward", "vmap", "loop")
+    ],
+)
 def test_scoring_changes_nothing_also_when_it_raises(algorithm: Any, kwargs: dict[str, Any], engine: str) -> None:
     toy = model(algorithm, **kwargs)
     toy.learn(64)  # so that the optimiser has a state and parameters have gradients

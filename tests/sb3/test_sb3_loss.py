@@ -77,10 +77,11 @@ def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto", befor
 
 PAIRS = [*zip(ACTIONS, OBSERVATIONS[1:] + OBSERVATIONS[:1], strict=True)]
 CELLS = [
-    # Each observation and each action stands in a cell with sharing and in one without, in other pairs than where
-    # engines are held against the loop; the rest is long.
-    pytest.param(*cell, marks=() if cell[:2] in PAIRS else pytest.mark.long)
-    for cell in itertools.product(ACTIONS, OBSERVATIONS, [True, False])
+    # Each observation and each action stands in a cell with sharing, in other pairs than where engines are held against
+    # the loop; without it stand an image and a vector; the rest is long.
+    pytest.param(action, observation, shared, marks=() if is_short else pytest.mark.long)
+    for action, observation, shared in itertools.product(ACTIONS, OBSERVATIONS, [True, False])
+    for is_short in [(action, observation) in PAIRS and (shared or observation in ("image", "vector"))]
 ]
 
 
@@ -95,19 +96,27 @@ def test_ppo(observation: str, action: str, shared: bool) -> None:
     torch.testing.assert_close(outputs.value, records.values)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    "action", [pytest.param(each, marks=() if each in ("discrete", "gsde") else pytest.mark.long) for each in ACTIONS]
+)
 def test_a2c(action: str) -> None:
     check_scores(model(A2C, action=action), ent_coef=0.01)
 
 
-@pytest.mark.parametrize("observation", ["vector", "dict"])
-@pytest.mark.parametrize("action", ["discrete", "multidiscrete", "multibinary"])
+@pytest.mark.parametrize(
+    ("observation", "action"),
+    [
+        *(("vector", action) for action in ("discrete", "multidiscrete", "multibinary")),
+        ("dict", "discrete"),
+        *(pytest.param("dict", action, marks=pytest.mark.long) for action in ("multidiscrete", "multibinary")),
+    ],
+)
 def test_maskable_ppo(observation: str, action: str) -> None:
     check_scores(model(MaskablePPO, observation=observation, action=action), ent_coef=0.01)
 
 
 @pytest.mark.parametrize("engine", ["loop", "ghost", "forward", "vmap"])
-@pytest.mark.parametrize("algorithm", [PPO, A2C])
+@pytest.mark.parametrize("algorithm", [PPO, pytest.param(A2C, marks=pytest.mark.long)])
 def test_engines(algorithm: Any, engine: str) -> None:
     check_scores(model(algorithm, action="box"), engine=engine)
 
@@ -251,8 +260,14 @@ class Shifted(Toy):
         self.action_space = spaces.Discrete(3, start=-1)
 
 
-@pytest.mark.parametrize("warn", [None, warn_of_log_probs])
-@pytest.mark.parametrize("case", UNUSUAL)
+@pytest.mark.parametrize(
+    ("case", "warn"),
+    [
+        pytest.param(case, warn, marks=pytest.mark.long if (warn is None) == (place % 2 == 0) else ())
+        for place, case in enumerate(UNUSUAL)
+        for warn in (None, warn_of_log_probs)
+    ],
+)
 def test_what_sb3_trains_is_scored_as_sb3_trains_it(case: str, warn: Any) -> None:
     check_scores(UNUSUAL[case](), before=warn)
 

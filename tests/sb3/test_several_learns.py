@@ -49,7 +49,7 @@ class TestSeveralModels:
         assert RunDirectory.open(tmp_path / "run").rounds() == [1, 2, 3]
 
     def test_without_a_run_each_model_is_scored_by_itself(self) -> None:
-        shared, makers = InfluenceCallback(IIF(0.5, warmup=1)), ({"n_envs": 2}, {"n_envs": 3}, {"observation": "dict"})
+        shared, makers = InfluenceCallback(IIF(0.5, warmup=1)), ({"n_envs": 2}, {"n_envs": 3}, {"action": "box"})
         for kwargs in makers:
             ids = []
             for callback in (shared, InfluenceCallback(IIF(0.5, warmup=1))):
@@ -145,20 +145,20 @@ def evaluate(name: str) -> Any:
 
 
 class TestInsideOfOthers:
-    @pytest.mark.parametrize("nest", [lambda inner: inner, lambda inner: CallbackList([CallbackList([inner])])])
     @pytest.mark.parametrize(
         "wrap",
         [
             evaluate("callback_on_new_best"),
             evaluate("callback_after_eval"),
             lambda inner: CallbackList([EveryNTimesteps(10**9, inner)]),
+            lambda inner: EveryNTimesteps(10**9, CallbackList([CallbackList([inner])])),
         ],
     )
-    def test_of_events_it_is_refused_before_anything_is_lost(self, tmp_path: Path, wrap: Any, nest: Any) -> None:
+    def test_of_events_it_is_refused_before_anything_is_lost(self, tmp_path: Path, wrap: Any) -> None:
         small(monitored(Walk)).learn(STEPS, callback=make_callback(tmp_path))
         before, toy = contents(tmp_path), small(monitored(Walk))
         with pytest.raises(WhenceError, match=r"is inside of \w+, .*for each rollout.*Pass both to learn\(\)"):
-            toy.learn(2 * STEPS, callback=wrap(nest(make_callback(tmp_path, overwrite=True))))
+            toy.learn(2 * STEPS, callback=wrap(make_callback(tmp_path, overwrite=True)))
         assert toy.num_timesteps == 0
         assert contents(tmp_path) == before
 

@@ -81,7 +81,7 @@ def test_a_batch_has_the_numbers_of_each_record_alone(tmp_path, name):
     settings = {"preset": name} if "/" in name else {"env": name}
     run = train(tmp_path / "run", n_steps=128, **settings)
     records = run.round("records", 2)
-    chosen = [int(record) for record in records["record_id"].to_numpy()[[90, 3, 4, 127, 60]]]
+    chosen = [int(record) for record in records["record_id"].to_numpy()[[90, 3, 127]]]
     table = estimate_advantages(run, 2, chosen, continuations=3, seed=5)
     assert table["record_id"].to_list() == chosen
     for row in table.iter_rows(named=True):

@@ -149,6 +149,16 @@ def find(compared, kind):
     return [each for each in compared.differences if each.kind == kind]
 
 
+FORMS = {
+    "wrapper": "1 in A, 0.5 in B throughout",
+    "argument of a wrapper": "B = 2 × A",
+    "scale in the source": "entry 0: B = 57.3 × A",
+    "part of the reward": "B = A − 0.5 × info.effort",
+    "dtype of observations": "by rounding, at most ",
+}
+"""In what form columns of the first records that part differ."""
+
+
 @pytest.mark.parametrize("name", FIRST_LINES)
 def test_what_was_changed_is_named_first(name, tmp_path, monkeypatch, whence):
     first, second, line, column = FIRST_LINES[name]
@@ -173,23 +183,9 @@ def test_what_was_changed_is_named_first(name, tmp_path, monkeypatch, whence):
     else:
         parting = next(each for each in find(compared, "records") if each.record_id is not None)
         assert parting.subject == column
-
-
-FORMS = {
-    "wrapper": ("1 in A, 0.5 in B throughout", 64),
-    "argument of a wrapper": ("B = 2 × A", 32),
-    "scale in the source": ("entry 0: B = 57.3 × A", 32),
-    "part of the reward": ("B = A − 0.5 × info.effort", 32),
-    "dtype of observations": ("by rounding, at most ", 32),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_a_simple_form_is_said(name, tmp_path):
-    for place, settings in zip("ab", FIRST_LINES[name][:2], strict=True):
-        train(tmp_path / place, steps=32, **settings)
-    texts = [each.text for each in find(compare(tmp_path / "a", tmp_path / "b"), "records")]
-    assert f"In round 1 it differs in 32 of 32 records: {FORMS[name][0]}" in texts[1]
+    if name in FORMS:
+        texts = [each.text for each in find(compared, "records")]
+        assert f"In round 1 it differs in 32 of 32 records: {FORMS[name]}" in texts[1]
 
 
 def write(path, config, *tables, **notes):

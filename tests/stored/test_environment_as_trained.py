@@ -331,7 +331,8 @@ def build(tmp_path, monkeypatch):
     sys.modules.pop("world", None)
 
 
-@pytest.mark.parametrize("kind", [DummyVecEnv, SubprocVecEnv])
+# Of other processes test_environment_changes.py tells the same.
+@pytest.mark.parametrize("kind", [DummyVecEnv, pytest.param(SubprocVecEnv, marks=pytest.mark.long)])
 def test_a_run_that_goes_on_in_an_edited_environment_says_so(tmp_path, build, caplog, kind):
     def train(make, total):
         env = DummyVecEnv([make]) if kind is DummyVecEnv else SubprocVecEnv([lambda: RecordResets(make())], "fork")

@@ -224,7 +224,7 @@ def walk(path: Path, swapped: int) -> None:
     np.savez(path, **dict(zip(("obs", "act", "rew", "dones"), arrays, strict=True)))
 
 
-@pytest.mark.parametrize("swapped", [2, -1])
+@pytest.mark.parametrize("swapped", [2, pytest.param(-1, marks=pytest.mark.long)])
 def test_findings_name_a_fault_of_one_environment(tmp_path: Path, swapped: int) -> None:
     walk(tmp_path / "walk.npz", swapped)
     titles = [one.title for one in whence.find(import_rollouts(tmp_path / "walk.npz", tmp_path / "run"))]

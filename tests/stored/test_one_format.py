@@ -83,7 +83,7 @@ class Pixel(gym.Env):
         return image
 
 
-@pytest.mark.parametrize("transposed_first", [False, True])
+@pytest.mark.parametrize("transposed_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_run_on_stacked_images_shows_what_its_round_changed(tmp_path, transposed_first):
     base = DummyVecEnv([Pixel] * 4)
     env = VecFrameStack(VecTransposeImage(base), 4) if transposed_first else VecTransposeImage(VecFrameStack(base, 4))

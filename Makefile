@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Of 22,000 files the tests import a third: each is compiled when it is first imported, and kept, whatever the environment says.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # The pip that comes with Python 3.11 takes twice as long to find what fits together.
-WHENCE := $(INSTALL) pip hatchling editables && $(INSTALL) --no-build-isolation --editable
+WHENCE := $(INSTALL) pip && $(INSTALL) --editable
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-long check lint types docs audit versions benchmark peers gpu clean

@@ -21,10 +21,10 @@ export PYTHONDONTWRITEBYTECODE :=
 	$(WHENCE) '.[dev]'
 	touch $@ .venv/demo.stamp
 
-## Train PPO, IIF and a random-drop control on FrozenLake for 24 rounds; print a verdict, write out/demo/report.html.
+## Train PPO, IIF and a random-drop control on FrozenLake for 22 rounds; print a verdict, write out/demo/report.html.
 demo: .venv/demo.stamp
 	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 \
-		--rounds 24 --n-envs 8 --n-steps 256 --eval-episodes 100 --out out/demo
+		--rounds 22 --n-envs 8 --n-steps 256 --eval-episodes 100 --out out/demo
 
 TEST := OMP_NUM_THREADS=1
 

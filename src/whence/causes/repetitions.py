@@ -231,11 +231,7 @@ def choose_start(run: RunDirectory, drop: Drop | None) -> int:
 
 
 class _WithoutRecords(InfluenceCallback):
-    """Leaves the records out for which a condition holds; with a seed, as many others at random.
-
-    Attributes:
-        count: records that were left out so far.
-    """
+    """Leaves out the records for which a condition holds, or with a seed as many others; `count` says how many."""
 
     def __init__(self, where: str, names: list[str] | None, seed: int | None) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 # The set-up is part of every target: a fresh machine needs Python 3.11 and make, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-# Of 22,000 files the tests import a third: each is compiled when it is first imported, and kept, whatever the environment says.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # The pip that comes with Python 3.11 takes twice as long to find what fits together.
 WHENCE := $(INSTALL) pip && $(INSTALL) --editable
-export PYTHONDONTWRITEBYTECODE :=
+# Of 22,000 files the tests import a third: each is compiled when it is first imported, and kept for all.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-long check lint types docs audit versions benchmark peers gpu clean
 
@@ -34,7 +34,7 @@ test: .venv/dev.stamp
 
 ## The tests that take long: sweeps over nodes that die, models in shards, and further cases of what `make test` has.
 test-long: .venv/dev.stamp
-	$(TEST) $(BIN)/python -m pytest -m long
+	$(TEST) $(BIN)/python -m pytest -m long --numprocesses 2 --dist loadfile
 
 ## Static checks, known vulnerabilities of the pins, and the documentation into out/site; two at a time.
 check: .venv/dev.stamp

@@ -44,6 +44,7 @@ MAKERS = {
 """The modules whose `write_tables` make the pages of a study; those of a sweep are made by `whence table`, too."""
 
 SLOW = "practice", "faithfulness", "faithfulness/pays", "healthy"
+"""Studies whose pages are made again in long tests."""
 NEEDED = {"llm": "transformers", "scoring": "trl", "selection": "trl", "hunt": "minigrid", "planted": "Box2D"}
 STATIC = ("README.md", "history.md", "judges.md", "groups.md", "estimators.md", "penalty.md", "shards.md", "real.md")
 """Pages that no command makes from rows."""

@@ -163,8 +163,8 @@ def stage(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(WATCH, "folder", str(path / "evil"))
     WATCH.clear()
     yield path
-    for name in ("evil", "mine"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if {"evil", "mine"} & {*name.split(".")}]:
+        del sys.modules[name]
 
 
 class Answers:

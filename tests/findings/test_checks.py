@@ -316,9 +316,12 @@ def test_the_page_of_a_damaged_run_says_why_it_could_not_be_looked_at(agent: Run
     assert check["text"].startswith("because it could not be read: ")
 
 
-def test_detectors_calculate_in_one_thread_and_the_users_threads_stay(agent, monkeypatch):
+def test_detectors_use_one_thread_of_blas_and_the_users_threads_stay(agent, monkeypatch):
     def count() -> set[int]:
         return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    if not count():
+        pytest.skip("threadpoolctl knows no BLAS of this NumPy, such as Accelerate's")
 
     def look(evidence: Any) -> Sight:
         seen.append(count())

@@ -460,7 +460,7 @@ class TestCommand:
         assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
 
     def test_a_comparison_is_reported_without_whence_llm(self, comparison, tmp_path, monkeypatch):
-        """Reading a finished comparison imports no trainer, and nothing else of the extra `llm`."""
+        """Reading a finished comparison imports no trainer anew; the long test below imports nothing before."""
         extra = ("transformers", "trl", "accelerate", "peft", "datasets", "whence.llm", "whence.lab.language.training")
         for name in {*extra, *(name for name in sys.modules if name.startswith("whence.llm."))}:
             monkeypatch.setitem(sys.modules, name, None)

@@ -142,7 +142,7 @@ def test_a_gradient_of_the_target_serves_some_rounds(tmp_path, monkeypatch):
     )
     for target, expected in ((demonstrations(), [1, 4]), (SequenceReturn(), [1, 3])):
         numbers.clear()
-        settings = {"refresh_target_every": 3, "rounds": expected[1], "ppo_epochs": 1}
+        settings = {"refresh_target_every": 3, "rounds": 4, "ppo_epochs": 1}
         trainer = make_trainer(tmp_path / str(expected[1]), NonPositive(), target=target, **settings)
         trainer.train()
         assert numbers == expected

@@ -656,7 +656,7 @@ def test_a_run_holds_what_the_sampler_said_of_tokens(tmp_path):
 
 
 def test_a_sound_run_has_no_finding(tmp_path):
-    make_trainer("grpo", tmp_path, run=tmp_path / "run", max_steps=8, learning_rate=1e-3).train()
+    make_trainer("grpo", tmp_path, run=tmp_path / "run", max_steps=16, learning_rate=1e-3).train()
     assert find(tmp_path / "run") == []
 
 

@@ -239,8 +239,8 @@ NAMED = {
 ALONE = "environment", "RLlib"
 """Ways that record one environment, which has no copies to compare actions with."""
 
-SHORT = ("vector", "swap"), ("loop", "limit")
-"""What is not left to long tests: reading a run takes seconds, and test_findings.py has a sound one."""
+SHORT = ("vector", "none"), ("vector", "swap"), ("loop", "limit")
+"""What is not left to long tests: reading a run takes seconds."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

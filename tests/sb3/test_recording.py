@@ -1,5 +1,8 @@
 """`whence.record`: any loop trains as without it, and its run is read like a training's."""
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -334,21 +337,43 @@ def test_a_loop_that_starts_again_adds_rounds(tmp_path: Any, caplog: Any) -> Non
     whence.record(make_vec_env(), tmp_path / "run", overwrite=True).close()
 
 
-def test_a_kill_leaves_what_was_recorded(tmp_path: Any) -> None:
-    env = whence.record(make_walk(), tmp_path / "alive", round=50)
+def record_a_part(path: Any) -> Any:
+    env = whence.record(make_walk(), path, round=50)
     env.reset(seed=0)
     for _ in range(120):
         if any(env.step(1)[2:4]):
             env.reset()
-    # What the disk holds now is what a kill leaves.
-    killed = copy_signed(tmp_path / "alive", tmp_path / "run")
-    run, table = read(killed)
+    return env
+
+
+def record_and_die(path: Any) -> None:
+    record_a_part(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_that_it_goes_on(path: Any) -> None:
+    run, table = read(path)
     assert run.rounds() == [1, 2]
     assert len(table) == 100
-    env = whence.record(make_walk(), killed, round=50)
+    env = whence.record(make_walk(), path, round=50)
     play(env)
     env.close()
-    assert len(read(killed)[0].rounds()) == 8
+    assert len(read(path)[0].rounds()) == 8
+
+
+def test_what_the_disk_holds_amid_a_recording_is_gone_on_with(tmp_path: Any) -> None:
+    env = record_a_part(tmp_path / "alive")
+    check_that_it_goes_on(copy_signed(tmp_path / "alive", tmp_path / "run"))
+    env.close()
+
+
+@pytest.mark.long
+def test_a_kill_leaves_what_was_recorded(tmp_path: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=record_and_die, args=(tmp_path / "run",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    check_that_it_goes_on(tmp_path / "run")
 
 
 def test_dqn_trains_to_the_same_bits_and_commands_read_its_run(tmp_path: Any) -> None:

@@ -54,7 +54,7 @@ def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
     fit = {name: one.look for name, one in DETECTORS.items() if len(evidence) or not one.reads_records}
     unfit = dict.fromkeys(DETECTORS, Sight(0.0, reason=_NO_RECORDS))
-    with threadpool_limits(1, "blas"):  # matrices are small: where other programs run, two threads take thrice as long
+    with threadpool_limits(1, "blas"):  # of the process: matrices are small, and threads wait beside other programs
         return unfit | {name: measure_one(look, evidence) for name, look in fit.items()}
 
 

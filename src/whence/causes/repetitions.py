@@ -231,7 +231,7 @@ def choose_start(run: RunDirectory, drop: Drop | None) -> int:
 
 
 class _WithoutRecords(InfluenceCallback):
-    """Leaves out the records for which a condition holds, or with a seed as many others; `count` says how many."""
+    """Leaves out the records for which a condition holds, or with a seed as many at random; `count` says how many."""
 
     def __init__(self, where: str, names: list[str] | None, seed: int | None) -> None:
         super().__init__()

@@ -42,8 +42,7 @@ def subtract_own_parts(
     """Return the products with means over the other units than each record's own; 0 where there are none.
 
     A mean over the others is `(total mean - own part) / (total - own weight)`, of the weights of all records. The
-    targets are each a `MeanTarget`, and units are numbers from 0. Parameters in
-    shards raise an `Unsupported`.
+    targets are each a `MeanTarget`, and units are numbers from 0. Parameters in shards raise an `Unsupported`.
     """
     if is_in_shards(problem.parameters.values()):
         raise Unsupported(
